@@ -42,7 +42,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
+import functools
 import hashlib
+import io
 import json
 import math
 import os
@@ -118,11 +121,14 @@ MAX_REPORTED = 20               # bad input lines shown before the count alone g
 # ====================================================================================================================
 
 class HarnessError(Exception):
-    """Something a person must mend, as one sentence: what happened; what to do.  `code` is the exit code."""
+    """Something a person must mend, as one sentence: what happened; what to do.
+
+    `code` is the exit code; `lines` are printed before the sentence, one for each bad row.
+    """
 
     def __init__(self, message: str, code: int = USAGE, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.code, self.lines = code, lines         # lines: printed before the sentence, one for each bad row
+        self.code, self.lines = code, lines
 
 
 class CallFailed(Exception):
@@ -137,13 +143,13 @@ class CallFailed(Exception):
     def __init__(self, kind: str, detail: str, *, status: Optional[int] = None, wait: Optional[float] = None,
                  patience: int = 8, billed: bool = False) -> None:
         super().__init__(detail)
-        self.kind, self.detail, self.status = kind, detail, status
+        self.kind, self.detail, self.status = kind, str(detail), status
         self.wait, self.patience, self.billed = wait, patience, billed
 
 
 # ====================================================================================================================
 # ITEMS.  What is asked about.  An id is a function of the text alone; equal texts are one item.  Readers stream, and
-# turn what is wrong with a row into a value; only Source opens a file.
+# what is wrong with a row is a value; only Source opens a file.
 # ====================================================================================================================
 
 ID_LENGTH = 12                  # hex digits: two of 20 million texts collide with probability one half (2 ** 48 ids)
@@ -165,10 +171,15 @@ def item_id(text: str) -> str:
     return text_digest(text)[:ID_LENGTH]
 
 
+def key_of(digest: str) -> int:
+    """What State remembers of a text: the first 32 hex digits of its digest, as an integer."""
+    return int(digest[:32], 16)
+
+
 class _ItemFields(NamedTuple):
     text: str
     id: str
-    sha: str                    # 64 hex digits, so that a collision of short ids can be seen
+    digest: str                 # 64 hex digits, so that a collision of short ids can be seen
     source: Optional[str]       # the caller's own key of the first row with this text, as JSON
 
 
@@ -178,22 +189,17 @@ class Item(_ItemFields):
     __slots__ = ()
 
     def __new__(cls, text: str, source: Optional[str] = None, id_length: int = ID_LENGTH) -> Item:
-        sha = text_digest(text)
-        return super().__new__(cls, text.strip(), sha[:id_length], sha, source)
+        digest = text_digest(text)
+        return super().__new__(cls, text.strip(), digest[:id_length], digest, source)
 
     def __getnewargs__(self) -> Tuple[Any, ...]:        # so that items travel between processes (Ray, Spark)
         return self.text, self.source, len(self.id)
-
-    @property
-    def key(self) -> int:
-        """The first 32 hex digits of the digest as an integer: what State remembers of a text."""
-        return int(self.sha[:32], 16)
 
 
 class Row(NamedTuple):
     """One record of the input.  `error` says what is wrong with it, and then `text` is empty."""
 
-    line: int                   # the physical line it begins on, from 1 (a table: the row's number)
+    line: int                   # the physical line it begins on, from 1 (of a table: the row's number)
     text: str                   # as it stands in the input, unstripped
     key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
     error: Optional[str] = None
@@ -203,16 +209,16 @@ class Spelled(str):
     """A number of the input kept as it was spelled, so that 1.10 goes back as 1.10."""
 
 
-def _pairs(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
+def _members(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
     """A JSON object from its members; ValueError when a name is given twice, which json would hide."""
     members = dict(pairs)
     if len(members) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError("the key %s is given twice" % shown(next(n for n in names if names.count(n) > 1)))
+        [(name, _)] = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError("the key %s is given twice" % shown(name))
     return members
 
 
-def _no_constant(name: str) -> Any:
+def _constant(name: str) -> Any:
     raise ValueError("%s is not JSON" % name)
 
 
@@ -229,10 +235,9 @@ def _finite(digits: str) -> float:
     return number
 
 
-INPUT_JSON = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_no_constant, parse_float=Spelled,
-                              parse_int=lambda d: int(d) if d != "-0" and len(d) < 20 else Spelled(d))
-REPLY_JSON = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_no_constant, parse_float=_finite,
-                              parse_int=_integer)
+INPUT_JSON = json.JSONDecoder(object_pairs_hook=_members, parse_constant=_constant, parse_float=Spelled,
+                              parse_int=lambda digits: Spelled(digits) if digits == "-0" or len(digits) > 300 else int(digits))
+REPLY_JSON = json.JSONDecoder(object_pairs_hook=_members, parse_constant=_constant, parse_float=_finite, parse_int=_integer)
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 
 
@@ -244,9 +249,19 @@ def shown(value: Any, limit: int = 80) -> str:
 
 def kind_of(value: Any) -> str:
     """The JSON name of a value's kind, for messages."""
-    names = ((Spelled, "a number"), (str, "a string"), (bool, "a boolean"), ((int, float), "a number"),
-             (list, "a list"), (dict, "an object"), (type(None), "null"))
-    return next((name for kinds, name in names if isinstance(value, kinds)), type(value).__name__)  # type: ignore
+    kind = float if isinstance(value, Spelled) else type(value)
+    return {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object",
+            type(None): "null"}.get(kind, kind.__name__)
+
+
+def _depth(value: Any) -> int:
+    """How deep lists and objects are nested, without recursion."""
+    depth, level = 0, [value]
+    while level:
+        level = [member for node in level if isinstance(node, (list, dict))
+                 for member in (node.values() if isinstance(node, dict) else node)]
+        depth += 1
+    return depth
 
 
 Record = Tuple[int, Any, Optional[str]]             # line, the record (an object or a string), what is wrong
@@ -264,27 +279,25 @@ def read_jsonl(lines: Iterable[bytes]) -> Iterator[Record]:
         except UnicodeDecodeError as error:
             yield number, None, "invalid UTF-8 at byte %d; convert the file to UTF-8" % (error.start + 1)
         except (ValueError, RecursionError) as error:
-            yield number, None, _why_not_json(text, error)
+            yield number, None, "not JSON: " + _why_not_json(text, error)
         else:
-            kind = kind or type(record)
-            if not isinstance(record, (dict, str)) or isinstance(record, Spelled):
-                yield number, None, "the line holds %s; one object or one string a line" % kind_of(record)
-            elif type(record) is not kind:
-                yield number, None, "%s among %ss; the first row decides" % (
-                    kind_of(record), "object" if kind is dict else "string")
+            if type(record) not in (dict, str):
+                yield number, None, "%s; write one object or one string a line" % kind_of(record)
+            elif type(record) is not (kind or type(record)):
+                yield number, None, "%s where the first row is %s; use one kind" % (kind_of(record), kind_of(kind()))
             else:
+                kind = type(record)
                 yield number, record, None
 
 
 def _why_not_json(text: str, error: Exception) -> str:
-    if text in ("[", "]") or text.startswith("[{"):
-        return "not one JSON value a line; this looks like a JSON array: write one object a line"
-    if text.endswith("},") or text.endswith('",'):
-        return "not JSON: a comma after the value; write one object a line and no commas between"
+    if text[:2] in ("[", "[{", "]"):
+        return "this looks like a JSON array; write one object a line"
+    if text.endswith(("},", '",')):
+        return "a comma after the value; write no commas between lines"
     if isinstance(error, json.JSONDecodeError):
-        return "not JSON: %s at character %d; one JSON object or string a line (or --input-format text)" % (
-            error.msg, error.pos + 1)
-    return "not JSON: %s" % (error if isinstance(error, ValueError) else "nested too deep")
+        return "%s at character %d; one object or string a line, or --input-format text" % (error.msg, error.pos + 1)
+    return "%s; mend the line" % (error if isinstance(error, ValueError) else "nested too deep")
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
@@ -301,68 +314,46 @@ def read_text(lines: Iterable[bytes]) -> Iterator[Record]:
             yield number, text.rstrip("\r\n"), None
 
 
-def read_csv(lines: Iterable[bytes], delimiter: str) -> Iterator[Record]:
+def read_csv(lines: Iterable[bytes], delimiter: str = ",") -> Iterator[Record]:
     """Records of a CSV or TSV stream with a header; a `sep=;` line before the header names the delimiter."""
     import csv
+    import itertools
     csv.field_size_limit(2 ** 31 - 1)
     source = _decoded(lines)
     first = next(source, "")
-    sep, skipped = re.match(r"(?i)\"?sep=(.)\"?\s*\Z", first), 0
-    if sep:
-        delimiter, first, skipped = sep.group(1), next(source, ""), 1
-    reader = csv.reader(_chain(first, source), delimiter=delimiter, strict=True)
-    header: Optional[List[str]] = None
+    named = re.match(r"(?i)\"?sep=([^\r\n\"])\"?\s*\Z", first)
+    delimiter, rest = (named.group(1), source) if named else (delimiter, itertools.chain([first], source))
+    reader = csv.reader(rest, delimiter=delimiter, strict=True)
+    header: List[str] = []
     while True:
-        line = reader.line_num + skipped + 1
+        line = reader.line_num + (2 if named else 1)
         try:
             cells = next(reader, None)
         except csv.Error as error:
-            what = "a CSV quote is not closed; close it" if "unexpected end" in str(error) else "bad CSV: %s" % error
-            if header is None:
-                raise HarnessError("line %d, the header: %s" % (line, what))
-            yield line, None, what
+            if "unexpected end" in str(error):          # everything after it was read as one cell: no row to be skipped
+                raise HarnessError("%d: a CSV quote that opens here or later is not closed; close it" % line)
+            if not header:
+                raise HarnessError("%d: the CSV header: %s; mend the quotes" % (line, error))
+            yield line, None, "%s; mend the quotes" % error
             continue
         if cells is None:
             return
-        if not any(cell.strip() for cell in cells) and len(cells) < 2:
+        if not cells or (len(cells) == 1 != len(header) and not cells[0].strip()):
             continue
-        if header is None:
+        if not header:
             header = [name.strip() for name in cells]
-            twice = [name for name in header if header.count(name) > 1]
-            if twice:
-                raise HarnessError("the header names the column %s twice; rename one of them" % shown(twice[0]))
+            if len(set(header)) != len(header):
+                raise HarnessError("%d: two columns of the header have one name (%s); rename one" % (line, ", ".join(header)))
         elif len(cells) != len(header):
-            yield line, None, "%d cells under a header of %d; quote cells that hold the delimiter" % (
-                len(cells), len(header))
+            yield line, None, "%d cells under a header of %d; quote cells that hold the delimiter" % (len(cells), len(header))
         else:
             yield line, dict(zip(header, cells)), None
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    yield first
-    yield from rest
 
 
 class RowTemplate(string.Template):
     """`$name` as in string.Template; `${any column name}` may hold spaces and any script."""
 
     braceidpattern = r"[^{}]+"
-
-    def render(self, record: Mapping[str, Any]) -> str:
-        """The text of one record.  KeyError names a missing column, ValueError one that is null or not a scalar."""
-        def plain(name: str) -> str:
-            value = record[name]
-            if value is None or isinstance(value, (list, dict)):
-                raise ValueError("field %s is %s" % (shown(name), kind_of(value)))
-            return value if isinstance(value, str) else shown(value, 10 ** 9)
-        return self.substitute({name: plain(name) for name in self.names()})
-
-    def names(self) -> List[str]:
-        """The columns the template uses; ValueError when a $ names nothing."""
-        found = list(self.pattern.finditer(self.template))
-        if any(match.group("invalid") is not None for match in found):
-            raise ValueError("a $ that names no column; write $$ for a dollar sign")
-        return [match.group("named") or match.group("braced") for match in found if match.group("escaped") is None]
 
 
 class InputSpec(NamedTuple):
@@ -378,28 +369,36 @@ class InputSpec(NamedTuple):
     def row(self, record: Record) -> Row:
         """The row of a record: its text and key, or what is wrong with it."""
         line, value, error = record
-        if error is None:
-            try:
-                text, key = (value, None) if isinstance(value, str) else (self._text(value), self._key(value))
-                error = _text_error(text) or (key and SURROGATE.search(key) and "the id holds a lone surrogate")
-                if not error:
-                    return Row(line, text, key)
-            except ValueError as problem:
-                error = str(problem)
-        return Row(line, "", None, error)
+        key: Optional[str] = None
+        if error is not None:
+            return Row(line, "", key, error)
+        try:
+            if isinstance(value, str) and (self.template or self.id_field):
+                raise ValueError("a plain text has no fields; leave out --template and --id-field")
+            key = None if isinstance(value, str) else self._key(value)
+            text = value if isinstance(value, str) else self._text(value)
+            if SURROGATE.search(text) or "\0" in text or not text.strip():
+                raise ValueError("a NUL character in the text; remove it" if "\0" in text or NUL_MARK in text else
+                                 "invalid UTF-8 or a lone surrogate in the text; mend it" if text.strip() else
+                                 "blank text; remove the row")
+            return Row(line, text, key)
+        except ValueError as problem:
+            return Row(line, "", key, str(problem))
 
     def _text(self, record: Mapping[str, Any]) -> str:
         if self.template is not None:
+            scalars = {name: value if isinstance(value, str) else encode(value) for name, value in record.items()
+                       if isinstance(value, (str, int, bool))}
             try:
-                return self.template.render(record)
+                return self.template.substitute(scalars)
             except KeyError as missing:
-                raise ValueError("no field %s, which --template uses" % shown(missing.args[0]))
+                raise ValueError("no text or number in field %s; --template uses it" % shown(missing.args[0]))
         if self.text_field not in record:
             raise ValueError("no field %s; it has %s: name the text with --text-field" % (
                 shown(self.text_field), ", ".join(map(shown, list(record)[:8])) or "none"))
         text = record[self.text_field]
-        if not isinstance(text, str) or isinstance(text, Spelled):
-            raise ValueError("field %s is %s, not a string" % (shown(self.text_field), kind_of(text)))
+        if type(text) is not str:
+            raise ValueError("field %s is %s; it must be a string" % (shown(self.text_field), kind_of(text)))
         return text
 
     def _key(self, record: Mapping[str, Any]) -> Optional[str]:
@@ -407,116 +406,111 @@ class InputSpec(NamedTuple):
         if name not in record:
             if self.id_field is None:
                 return None
-            raise ValueError("no field %s, which --id-field names" % shown(name))
-        if isinstance(record[name], (list, dict)):
-            raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(record[name])))
-        return str(record[name]) if isinstance(record[name], Spelled) else encode(record[name])
-
-
-def _text_error(text: str) -> Optional[str]:
-    if not text.strip():
-        return "blank text"
-    if "\0" in text or NUL_MARK in text:
-        return "the text holds a NUL character; remove it"
-    if SURROGATE.search(text):
-        escaped = any("\udc80" <= c <= "\udcff" for c in SURROGATE.findall(text))
-        return "invalid UTF-8 or a lone surrogate" if escaped else "the text holds a lone surrogate"
-    return None
+            raise ValueError("no field %s; --id-field names it" % shown(name))
+        key = record[name]
+        if isinstance(key, (list, dict)):
+            raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
+        if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
+            raise ValueError("the id in field %s holds a NUL or a lone surrogate; mend it" % shown(name))
+        return str(key) if isinstance(key, Spelled) else encode(key)
 
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".txt": "text",
            ".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite"}
+READERS: Dict[str, Callable[[Iterable[bytes]], Iterator[Record]]] = {
+    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": lambda lines: read_csv(lines, "\t"),
+    "sqlite": read_jsonl}               # tables are spooled as JSONL
 
 
 class Source:
-    """An input that can be read twice as a stream.  Standard input and tables are spooled to a temporary file."""
+    """An input that can be read twice as a stream.  What can be read once only, and tables, are spooled to disk."""
 
-    def __init__(self, spec: InputSpec, stdin: Optional[IO[bytes]] = None) -> None:
+    def __init__(self, spec: InputSpec) -> None:
         self.spec = spec
         self.name = "standard input" if spec.path == "-" else spec.path
-        stem, ending = os.path.splitext(spec.path[:-3] if spec.path.endswith(".gz") else spec.path)
-        self.format = spec.format or ("jsonl" if spec.path == "-" else FORMATS.get(ending.lower(), ""))
-        if not self.format:
+        ending = os.path.splitext(re.sub(r"\.gz\Z", "", spec.path))[1].lower()
+        self._format = spec.format or ("jsonl" if spec.path == "-" else FORMATS.get(ending, ""))
+        self._spool: Optional[IO[bytes]] = None
+        if not self._format:
             raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or sqlite"
                                % (self.name, shown(ending)))
-        if self.format == "sqlite":
-            self._spool: Optional[IO[bytes]] = self._spooled_table()
-        elif spec.query:
-            raise HarnessError("--table and --query read an SQLite file, and %s is %s; leave them out"
-                               % (self.name, self.format))
-        else:
-            self._spool = self._spooled_stream(stdin)
-        self._open().close()            # so that a file that cannot be read is refused before anything else happens
+        if spec.query and self._format != "sqlite":
+            raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; leave them out, or add "
+                               "--input-format sqlite" % (self.name, self._format))
+        try:
+            self._spooled()
+            self._open().close()
+        except OSError as error:
+            self.close()
+            raise HarnessError("cannot read %s: %s; check --input" % (self.name, error.strerror or error))
+        except HarnessError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the spool."""
+        if self._spool is not None:
+            self._spool.close()
 
     def rows(self) -> Iterator[Row]:
         """Every row, good or bad, in the order of the input."""
-        readers: Dict[str, Callable[[Iterable[bytes]], Iterator[Record]]] = {
-            "jsonl": read_jsonl, "text": read_text, "sqlite": read_jsonl,
-            "csv": lambda lines: read_csv(lines, ","), "tsv": lambda lines: read_csv(lines, "\t")}
-        stream = self._open()
         try:
-            for record in readers[self.format](stream):
-                yield self.spec.row(record)
+            with self._open() as file:
+                zipped = file.read(2) == b"\x1f\x8b"
+                file.seek(0)
+                if zipped:
+                    import gzip
+                for record in READERS[self._format](gzip.open(file, "rb") if zipped else file):  # type: ignore[arg-type]
+                    yield self.spec.row(record)
         except (EOFError, OSError, zlib.error) as error:
             raise HarnessError("%s: %s; is the file whole?" % (self.name, error))
         except HarnessError as error:
-            raise HarnessError("%s: %s" % (self.name, error), error.code)
-        finally:
-            stream.close()
+            raise HarnessError("%s:%s" % (self.name, error))
 
     def _open(self) -> IO[bytes]:
-        try:
-            if self._spool is not None:
-                self._spool.seek(0)
-                file: IO[bytes] = open(os.dup(self._spool.fileno()), "rb")
-            else:
-                file = open(self.spec.path, "rb")
-            zipped = file.read(2) == b"\x1f\x8b"
-            file.seek(0)
-        except OSError as error:
-            raise HarnessError("cannot read %s: %s; check --input" % (self.name, error.strerror or error))
-        if zipped:
-            import gzip
-            return gzip.open(file, "rb")  # type: ignore[return-value]
-        return file
+        if self._spool is not None:
+            self._spool.seek(0)
+        return open(self.spec.path if self._spool is None else os.dup(self._spool.fileno()), "rb")
 
-    def _spooled_stream(self, stdin: Optional[IO[bytes]]) -> Optional[IO[bytes]]:
-        """A copy of what can be read only once (standard input, a pipe, a device); None for a file."""
+    def _spooled(self) -> None:
         path = self.spec.path
-        if path != "-" and (os.path.isfile(path) or os.path.isdir(path) or not os.path.exists(path)):
-            return None
+        if self._format != "sqlite" and path != "-" and (os.path.isfile(path) or os.path.isdir(path)):
+            return
         import shutil
         import tempfile
-        spool = tempfile.TemporaryFile()
-        with (stdin or sys.stdin.buffer) if path == "-" else open(path, "rb") as stream:
-            shutil.copyfileobj(stream, spool)
-        spool.flush()
-        return spool
+        if path != "-" and not os.path.exists(path):
+            raise HarnessError("cannot read %s: there is no such file; check --input" % path)
+        self._spool = tempfile.TemporaryFile()
+        if self._format == "sqlite":
+            self._spool.writelines(self._table())
+        else:
+            if path == "-" and sys.stdin is None:
+                raise HarnessError("standard input is closed; name a file with --input")
+            with sys.stdin.buffer if path == "-" else open(path, "rb") as stream:
+                shutil.copyfileobj(stream, self._spool)
+        self._spool.flush()
 
-    def _spooled_table(self) -> IO[bytes]:
+    def _table(self) -> Iterator[bytes]:
+        """The rows of the SQLite query as lines of JSON; what JSON cannot hold becomes null."""
         import sqlite3
-        import tempfile
         import urllib.parse
-        spool = tempfile.TemporaryFile()
         try:
-            base = sqlite3.connect("file:%s?mode=ro" % urllib.parse.quote(os.path.abspath(self.spec.path)), uri=True)
+            base = sqlite3.connect("file:%s?mode=ro" % urllib.parse.quote(os.fsencode(os.path.abspath(self.spec.path))), uri=True)
             base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
             if not self.spec.query:
-                names = [n for n, in base.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")]
+                names = [name for name, in base.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")]
                 raise HarnessError("%s: name what to read with --table or --query; it has %s"
                                    % (self.name, ", ".join(names) or "no tables"))
             cursor = base.execute(self.spec.query)
-            columns = [c[0] for c in cursor.description or ()]
+            columns = [column[0] for column in cursor.description or ()]
             if len(set(columns)) != len(columns):
                 raise HarnessError("%s: the query gives two columns one name; rename one with AS" % self.name)
             for cells in cursor:
-                line = json.dumps(dict(zip(columns, cells)), default=lambda blob: None)
-                spool.write(line.encode("ascii") + b"\n")
+                plain = [None if isinstance(c, bytes) or (isinstance(c, float) and not math.isfinite(c)) else c for c in cells]
+                yield json.dumps(dict(zip(columns, plain))).encode("ascii") + b"\n"
             base.close()
-        except sqlite3.Error as error:
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             raise HarnessError("cannot read %s: %s; check --input, --table and --query" % (self.name, error))
-        spool.flush()
-        return spool
 
 
 def good_rows(rows: Iterable[Row], name: str, skip_bad: bool) -> Iterator[Row]:
@@ -526,15 +520,13 @@ def good_rows(rows: Iterable[Row], name: str, skip_bad: bool) -> Iterator[Row]:
     for row in rows:
         if row.error is None:
             yield row
-        else:
-            count += 1
-            if count <= MAX_REPORTED:
-                way_out = "" if ";" in row.error or ": " in row.error else "; mend the row"
-                bad.append("%s:%d: %s%s" % (name, row.line, row.error, way_out))
+            continue
+        count += 1
+        if count <= MAX_REPORTED:
+            bad.append("%s:%d: %s" % (name, row.line, row.error))
     if count and not skip_bad:
-        more = "" if count <= MAX_REPORTED else " (the first %d are shown)" % MAX_REPORTED
-        raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
-                           % (count, "" if count == 1 else "s", name, more), lines=bad)
+        raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad" % (
+            count, "s" * (count > 1), name, " (the first %d are shown)" % MAX_REPORTED * (count > MAX_REPORTED)), lines=bad)
 
 
 # ====================================================================================================================
@@ -575,31 +567,32 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     >>> load_task({"instruction": "Good or bad?", "fields": {"answer": {"enum": ["good", "bad"]}}}).bare
     True
     """
-    document = path_or_dict if isinstance(path_or_dict, Mapping) else _read_task(path_or_dict)
-    members = dict(DEFAULT_TASK, **document)
-    unknown = [name for name in members if name not in TASK_MEMBERS]
-    if unknown:
-        raise HarnessError("task: unknown member %s; a task has %s" % (shown(unknown[0]), ", ".join(TASK_MEMBERS)))
+    given = path_or_dict if isinstance(path_or_dict, Mapping) else _read_task(path_or_dict)
+    try:        # what does not survive being written as JSON could not be put on a ledger, nor its fields into a prompt
+        written = encode(dict(DEFAULT_TASK, **given))
+        members = REPLY_JSON.decode(written)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise HarnessError("task: not plain JSON: %s; mend it" % error)
+    if SURROGATE.search(written) or "\\u0000" in written or _depth(members) > MAX_DEPTH or form not in ("list", "keyed"):
+        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; mend it" % MAX_DEPTH)
+    for name in members:
+        if name not in TASK_MEMBERS:
+            raise HarnessError("task: unknown member %s; a task has %s" % (shown(name), ", ".join(TASK_MEMBERS)))
     for name in ("stage", "instruction"):
-        value = members[name]
-        if not isinstance(value, str) or not value.strip() or "\0" in value or SURROGATE.search(value):
-            raise HarnessError("task: %s is %s; give a text that is not blank" % (name, shown(value)))
+        if not _is_text(members[name]):
+            raise HarnessError("task: %s is %s; give a text that is not blank" % (name, shown(members[name])))
     version = members.get("rubric_version")
     if version is not None and type(version) is not int:
         raise HarnessError("task: rubric_version is %s; give an integer" % shown(version))
     fields = _checked_fields(members["fields"])
-    # Members of a schema in any order are the same task; fields in another order are not, since the prompt shows them so.
+    # A schema's members in another order are the same task; fields in another order are not, as the prompt shows them so.
     marks = [members["stage"], members["instruction"], [[name, _sorted_json(s)] for name, s in fields.items()],
              version, PROMPT_FORM, form]
-    fingerprint = hashlib.sha256(_sorted_json(marks).encode("utf-8")).hexdigest()[:12]
+    fingerprint = hashlib.sha256(_sorted_json(marks).encode("ascii")).hexdigest()[:12]
     return Task(members["stage"], members["instruction"], fields, version, form, fingerprint)
 
 
-def _sorted_json(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, ensure_ascii=True)
-
-
-def _read_task(path: str) -> Dict[str, Any]:
+def _read_task(path: str) -> Mapping[str, Any]:
     try:
         with open(path, "rb") as file:
             document = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
@@ -612,20 +605,31 @@ def _read_task(path: str) -> Dict[str, Any]:
     return document
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _sorted_json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
 def _checked_fields(fields: Any) -> Dict[str, Any]:
     if not isinstance(fields, Mapping) or not fields:
-        raise HarnessError("task: fields is %s; give an object of name: schema with at least one field" % shown(fields))
+        raise HarnessError("task: fields is %s; give an object of name: schema, with one field or more" % shown(fields))
     for name, schema in fields.items():
-        if name in ("id", "rubric_version"):
-            raise HarnessError("task: a field may not be named %s, which the reply form uses; rename it" % shown(name))
-        if not isinstance(name, str) or not name.strip() or SURROGATE.search(name):
-            raise HarnessError("task: %s is no field name; give a text that is not blank" % shown(name))
+        if name in ("id", "rubric_version") or not _is_text(name):
+            raise HarnessError("task: no field may be named %s (blank, or used by the reply form); rename it" % shown(name))
         check_schema(schema, "field %s" % shown(name))
-        labels = _labels(schema)
-        if any(isinstance(x, str) and not x.strip() for x in labels or ()) and schema.get("minLength") != 0:
-            raise HarnessError("task: field %s has a blank label, and a blank answer counts as none; "
-                               "add minLength 0 or drop it" % shown(name))
+        if any(isinstance(x, str) and not x.strip() for x in labels_of(schema) or ()) and schema.get("minLength") != 0:
+            raise HarnessError("task: field %s has a blank label, and a blank answer counts as none; add minLength 0"
+                               % shown(name))
     return dict(fields)
+
+
+def labels_of(schema: Any) -> Optional[List[Any]]:
+    """The closed list of labels of a field, or None where its values are open."""
+    closed = isinstance(schema, dict) and ([schema["const"]] if "const" in schema else schema.get("enum"))
+    return closed if isinstance(closed, list) else None
 
 
 def canonical(value: Any) -> Any:
@@ -650,18 +654,50 @@ TYPES: Dict[str, Callable[[Any], bool]] = {
 }
 
 
-def dialect(pattern: str) -> str:
-    r"""A JSON Schema pattern (ECMA-262) as Python's re means it: $ ends the text, \d and \w are ASCII, \p{L} a letter."""
-    inside = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
-    outside = {"$": r"\Z", r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[A-Za-z0-9_]", r"\W": "[^A-Za-z0-9_]",
-               r"\p{L}": r"[^\W\d_]", r"\p{Letter}": r"[^\W\d_]"}
+CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_",            # of ECMA-262, as Python writes them inside brackets
+           r"\s": "\\t-\\r \\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"}
+OUTSIDE = {"$": r"\Z", ".": "[^\\n\\r\\u2028\\u2029]", r"\b": r"(?a:\b)", r"\B": r"(?a:\B)",
+           **{name.upper(): "[^%s]" % members for name, members in CLASSES.items()}}
+TOKENS = re.compile(r"\\p\{\w+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^?\]|\[(?:\\p\{\w+\}|\\.|[^\]\\])*\]|"
+                    r"\(\?(?:<?[=!]|:)?|\{\d+(?:,\d*)?\}\+?|[*+?]\+|.", re.S)
+ALIKE = re.compile(r"(?:\\[tnrfv]|\\[xu][0-9a-fA-F]+|\\[^\w\s]|\(|\(\?(?:<?[=!]|:)|\{\d+(?:,\d*)?\}|[^\\\[{])\Z", re.S)
 
-    def translated(match: Any) -> str:
-        token = str(match.group())
-        if token.startswith("["):
-            return re.sub(r"\\.", lambda m: inside.get(m.group(), m.group()), token, flags=re.S)
-        return outside.get(token, token)
-    return re.sub(r"\\p\{\w+\}|\\.|\[(?:\\.|[^\]\\])*\]|\$", translated, pattern, flags=re.S)
+
+@functools.lru_cache(maxsize=256)
+def dialect(pattern: str) -> str:
+    r"""A JSON Schema pattern (ECMA-262) in the dialect of Python's re: $ ends the text, \d, \w and \b are ASCII.
+
+    ValueError names what the two read differently and this does not translate.
+    """
+    return "".join(_translated(token) for token in TOKENS.findall(pattern))
+
+
+def _translated(token: str, inside: bool = False) -> str:
+    """One token of a pattern, outside or inside brackets."""
+    members = _letters() if token in (r"\p{L}", r"\p{Letter}") else CLASSES.get(token)
+    if members is not None:
+        return members if inside else "[%s]" % members
+    if not inside and token in OUTSIDE:
+        return OUTSIDE[token]
+    if not inside and token.startswith("[") and token not in ("[]", "[^]"):
+        start = 2 if token.startswith("[^") else 1
+        return token[:start] + "".join(_translated(t, True) for t in TOKENS.findall(token[start:-1])) + "]"
+    if inside and token in "[&~|":
+        return "\\" + token
+    if not ALIKE.match(token):
+        raise ValueError("%s in a pattern" % token)
+    return token
+
+
+@functools.lru_cache(maxsize=1)
+def _letters() -> str:
+    """The letters of Unicode as ranges for a character class."""
+    import itertools
+    import unicodedata
+    letters = (code for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code))[0] == "L")
+    runs = itertools.groupby(enumerate(letters), lambda pair: pair[1] - pair[0])
+    ends = [(members[0][1], members[-1][1]) for members in (list(run) for _, run in runs)]
+    return "".join("\\U%08x-\\U%08x" % pair for pair in ends)
 
 
 RULES: Dict[str, Callable[[Any, Any], bool]] = {       # keyword -> does the value obey it? (argument, value)
@@ -700,7 +736,7 @@ def _is_length(value: Any) -> bool:
 def _is_pattern(value: Any) -> bool:
     try:
         return isinstance(value, str) and re.compile(dialect(value)) is not None
-    except (re.error, OverflowError, RecursionError):
+    except (re.error, ValueError, OverflowError, RecursionError):
         return False
 
 
@@ -709,7 +745,7 @@ ARGUMENTS: Dict[str, Tuple[Callable[[Any], bool], str]] = {     # keyword -> (is
         isinstance(name, str) and name in TYPES for name in v)), "one of %s, or a list of them" % ", ".join(TYPES)),
     "enum": (lambda v: isinstance(v, list) and bool(v), "a list that is not empty"),
     "const": (lambda v: True, "any value"),
-    "pattern": (_is_pattern, "a regular expression that Python understands"),
+    "pattern": (_is_pattern, "a regular expression that Python reads as JSON Schema does"),
     "uniqueItems": (lambda v: isinstance(v, bool), "true or false"),
     **{word: (_is_length, "an integer from 0") for word in ("minLength", "maxLength", "minItems", "maxItems")},
     **{word: (_is_number, "a number")
@@ -736,14 +772,6 @@ def check_schema(schema: Any, where: str) -> None:
             raise HarnessError("task: %s: %s is %s; it must be %s" % (where, word, shown(argument), ARGUMENTS[word][1]))
 
 
-def _labels(schema: Any) -> Optional[List[Any]]:
-    """The closed list of labels of a field, or None where its values are open."""
-    if not isinstance(schema, dict):
-        return None
-    labels = [schema["const"]] if "const" in schema else schema.get("enum")
-    return labels if isinstance(labels, list) else None
-
-
 DEFAULT = load_task(DEFAULT_TASK)
 
 
@@ -763,7 +791,7 @@ def unguard(text: str) -> str:
 
 def describe(schema: Any) -> str:
     """A field's schema in the words of the prompt."""
-    labels = _labels(schema)
+    labels = labels_of(schema)
     if labels is not None:
         return ("exactly one of " if len(labels) > 1 else "exactly ") + ", ".join(map(encode, labels))
     if schema == {"type": "string"}:
@@ -813,6 +841,15 @@ class Reply(NamedTuple):
     request_id: Optional[str] = None
 
 
+def as_reply(raw: Any) -> Reply:
+    """What a model function returned, as a Reply whose members are of the kinds they should be, or None."""
+    reply = raw if isinstance(raw, Reply) else Reply(raw)
+    words = {name: getattr(reply, name) for name in ("finish", "refusal", "model_string", "request_id")}
+    numbers = {name: getattr(reply, name) for name in ("tokens_in", "tokens_out")}
+    return Reply(reply.text, **{name: value if isinstance(value, str) and value else None for name, value in words.items()},
+                 **{name: value if type(value) is int else None for name, value in numbers.items()})
+
+
 class Verdict(NamedTuple):
     """The judgement on one reply.  `answers` is empty unless `code` is ok."""
 
@@ -843,7 +880,7 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     >>> validate([item], '[{"id": "1", "answer": "pleased"}]').code
     'set_mismatch'
     """
-    reply = raw if isinstance(raw, Reply) else Reply(raw)
+    reply = as_reply(raw)
     ids = [item.id for item in items]
     notes: List[str] = []
     try:
@@ -882,39 +919,32 @@ def _unwrapped(text: str, notes: List[str]) -> Any:
     """
     body = text.strip()
     bare = body.strip("\ufeff").strip()
-    if body != text:
-        notes.append("white_space")
-    if bare != body:
-        notes.append("bom")
-    thought, end, rest = _partition(re.search(r"</think(?:ing)?>", bare), bare)
-    views: List[Tuple[List[str], Optional[str]]] = [([], bare), (["fence"], _inside_fence(bare))]
-    if end:
-        views += [(["reasoning"], rest), (["reasoning", "fence"], _inside_fence(rest))]
-    problem: Optional[_Refused] = None
-    for used, view in views:
+    notes += ["white_space"] * (body != text) + ["bom"] * (bare != body)
+    end = re.search(r"</think(?:ing)?>", bare)
+    rest = bare[end.end():].strip() if end else ""
+    views = [([], bare), (["fence"], _inside_fence(bare)), (["reasoning"], rest), (["reasoning", "fence"], _inside_fence(rest))]
+    problem = _Refused("not_json", "a reasoning block that does not end")
+    for used, view in views[:4 if end else 0 if bare.startswith(("<think>", "<thinking>")) else 2]:
         if view is not None:
             try:
                 value = strict_json(view)
             except _Refused as refused:
                 problem = refused
             else:
-                notes.extend(used)
+                notes += used
                 return value
-    if not end and re.match(r"<think(?:ing)?>", bare):
-        raise _Refused("not_json", "a reasoning block that does not end")
-    raise problem or _Refused("not_json")
-
-
-def _partition(match: Any, text: str) -> Tuple[str, bool, str]:
-    return (text[:match.start()], True, text[match.end():].strip()) if match else ("", False, text)
+    raise problem
 
 
 def _inside_fence(text: str) -> Optional[str]:
     """What one code fence around the whole text holds, or None."""
-    match = re.match(r"(`{3,}|~{3,})[ \t]*\w*[ \t]*\r?\n", text)
-    if match is None or len(text) < match.end() + len(match.group(1)) or not text.endswith(match.group(1)):
-        return None
-    return text[match.end():-len(match.group(1))].strip()
+    first, newline, rest = text.partition("\n")
+    for mark in ("`", "~"):
+        info = first.lstrip(mark)
+        fence = mark * (len(first) - len(info))
+        if len(fence) >= 3 and newline and rest.endswith(fence) and re.match(r"\w*\Z", info.strip()):
+            return rest[:-len(fence)].strip()
+    return None
 
 
 def strict_json(text: str) -> Any:
@@ -938,16 +968,6 @@ def strict_json(text: str) -> Any:
     if SURROGATE.search(text) or ("\\u" in text and SURROGATE.search(encode(value))):
         raise _Refused("not_json", "a lone surrogate")
     return value
-
-
-def _depth(value: Any) -> int:
-    """How deep lists and objects are nested, without recursion."""
-    depth, level = 0, [value]
-    while level:
-        level = [member for node in level if isinstance(node, (list, dict))
-                 for member in (node.values() if isinstance(node, dict) else node)]
-        depth += 1
-    return depth
 
 
 def _elements(value: Any, task: Task, count: int, notes: List[str]) -> List[Dict[str, Any]]:
@@ -1020,7 +1040,7 @@ def _check_value(name: str, field: str, schema: Any, value: Any) -> None:
     if isinstance(value, str) and not value.strip():
         if not (isinstance(schema, dict) and schema.get("minLength") == 0):
             raise _Refused("empty_answer", "%s: %s is blank" % (name, shown(field)))
-    rule, labels = broken_rule(schema, value), _labels(schema)
+    rule, labels = broken_rule(schema, value), labels_of(schema)
     # A label is the label as it was declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.
     if rule is None and labels is not None and not isinstance(value, str):
         if _sorted_json(value) not in map(_sorted_json, labels):
@@ -1161,6 +1181,7 @@ def advance(steps: Plan, codes: List[str]) -> List[Ask]:
 # ====================================================================================================================
 
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # what would break a line in a terminal or an editor
+ROW_BEGIN = b'{"event": "run", "at": "'
 KEPT_EMPTY = ("model_string",)                                  # null there says: the endpoint named none
 
 
@@ -1191,32 +1212,43 @@ def scan(stream: Iterable[bytes]) -> Iterator[Line]:
     for number, raw in enumerate(stream, 1):
         bare = raw[:-1] if raw.endswith(b"\n") else raw
         try:
-            row = json.loads(bare.decode("utf-8"))
+            row = json.loads(bare.decode("utf-8-sig" if number == 1 else "utf-8"))
         except (ValueError, RecursionError):
             row = None
         yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare))
         offset += len(raw)
 
 
-NEEDED: Dict[str, Dict[str, type]] = {                          # what the fold relies on, by kind of row
+NEEDED: Dict[str, Dict[str, Any]] = {                           # members the readers rely on, by kind of row
     "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
     "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
-                "run": str, "batch_id": str},
+                "run": str, "batch_id": str, "form": str},
+}
+OPTIONAL: Dict[str, Any] = {                                    # and what they are, where they stand in a row
+    "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list, "status": int,
 }
 
 
 def is_row(row: Any) -> bool:
-    """Whether a line's value is a row the fold can take in: its members are there, and each digest fits its id."""
-    if not isinstance(row, dict) or not isinstance(row.get("event"), str):
+    """Whether a line's value is a row that readers can take in, its answers those of its batch, its digests those of its ids."""
+    if not isinstance(row, dict) or not isinstance(row.get("event"), str) or type(row.get("seq")) is not int:
         return False
     if not all(isinstance(row.get(name), kind) for name, kind in NEEDED.get(row["event"], {}).items()):
         return False
-    if row["event"] != "attempt" or (row["verdict"] != "ok" and "quarantined" not in row):
+    if not all(isinstance(row[name], kind) for name, kind in OPTIONAL.items() if name in row):
+        return False
+    if row["event"] != "attempt":
         return True
-    batch, digests = row["batch"], row.get("text_sha")
-    return isinstance(digests, list) and len(digests) == len(batch) and all(
-        isinstance(sha, str) and isinstance(name, str) and sha.startswith(name) and re.match("[0-9a-f]{32}\\Z", sha)
-        for sha, name in zip(digests, batch))
+    batch, digests, answers = row["batch"], row.get("text_sha"), row.get("answers")
+    if not batch or not all(isinstance(name, str) for name in batch + row.get("normalised", [])) or row["verdict"] not in VERDICTS:
+        return False
+    accepted = row["verdict"] == "ok"
+    if (answers is not None) != accepted or (accepted and not (isinstance(answers, dict) and set(answers) == set(batch))):
+        return False
+    if not accepted and "quarantined" not in row:
+        return True
+    return isinstance(digests, list) and len(digests) == len(batch) and row.get("quarantined", batch) == batch and all(
+        isinstance(sha, str) and re.match("[0-9a-f]{32}\\Z", sha) and sha.startswith(name) for sha, name in zip(digests, batch))
 
 
 def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: Mapping[str, Any]) -> Dict[str, Any]:
@@ -1225,7 +1257,7 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: M
     `context` gives at, run, ms, prompt_sha and, where they apply, arm and params.
     """
     settled = verdict.code == "ok" or ask.quarantines(verdict.code)
-    sources = [None if item.source is None else json.loads(item.source) for item in ask.items]
+    sources = [None if item.source is None else _source_value(item.source) for item in ask.items]
     return compact({
         "event": "attempt", "at": context["at"], "verdict": verdict.code, "attempt": ask.attempt,
         "fallback": ask.fallback, "size": ask.size, "model_string": reply.model_string, "batch": ask.ids,
@@ -1236,20 +1268,26 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: M
         "batch_id": ask.batch_id, "ms": context["ms"], "tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out,
         "finish": reply.finish, "request_id": reply.request_id, "params": context.get("params"),
         "sources": sources if any(source is not None for source in sources) else None,
-        "text_sha": [item.sha[:32] for item in ask.items] if settled else None, "prompt_sha": context["prompt_sha"],
-        "reply": reply.text if isinstance(reply.text, (str, type(None))) else repr(reply.text)})
+        "text_sha": [item.digest[:32] for item in ask.items] if settled else None, "prompt_sha": context["prompt_sha"],
+        "reply": reply.text if isinstance(reply.text, str) else None})
+
+
+def _source_value(key: str) -> Any:
+    """A caller's key for a row: the scalar, or its spelling as a string where Python would spell a number otherwise."""
+    value = INPUT_JSON.decode(key)
+    return float(value) if isinstance(value, Spelled) and repr(float(value)) == value else value
 
 
 FROZEN, ANSWERED, QUARANTINED, TAKEN = 1, 2, 4, 8       # what State remembers of a text
 
 
-class OpenBatch:
-    """A batch that failed and whose items are not all settled yet: what plan was told, to be told again."""
+class OpenBatch(NamedTuple):
+    """A batch that failed and is not settled yet: what plan was told, to be told again by the run that goes on with it."""
 
-    def __init__(self, ids: Sequence[str], size: int) -> None:
-        self.ids, self.size = tuple(ids), size
-        self.left: Set[str] = set(ids)
-        self.codes: Dict[Tuple[Tuple[str, ...], int], str] = {}         # (ids, attempt) -> verdict
+    ids: Tuple[str, ...]
+    size: int
+    left: Set[str]                                              # ids that no row of this batch has settled
+    codes: Dict[Tuple[Tuple[str, ...], int], str]               # (ids, attempt) -> verdict
 
 
 class Frozen(NamedTuple):
@@ -1264,15 +1302,14 @@ class Frozen(NamedTuple):
 class State:
     """What is frozen, answered and quarantined, for one task and arm: a fold over the rows of a ledger.
 
-    `status` maps Item.key to flags, for the texts of the input and of the ledger alike: it is the only thing here
+    `status` maps key_of(digest) to flags, for the texts of the input and of the ledger alike: it is the only thing here
     that grows with the number of items, and one look at its sorted keys finds two texts under one id.
     """
 
     def __init__(self, task: Task, arm: Optional[int] = None) -> None:
         self.task, self.arm = task, arm
         self.status: Dict[int, int] = {}
-        self.open: Dict[str, OpenBatch] = {}
-        self.open_of: Dict[str, str] = {}                       # item id -> its open batch
+        self.open: Dict[str, OpenBatch] = {}                    # by batch_id
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
         self.conflicts = 0                                      # accepted again with another row; the first counts
@@ -1295,7 +1332,7 @@ class State:
         accepted = row["verdict"] == "ok"
         if accepted or "quarantined" in row:
             for sha in row["text_sha"]:
-                key = int(sha, 16)
+                key = key_of(sha)
                 flags = self.status.get(key, 0)
                 if flags & ANSWERED:
                     self.conflicts += accepted
@@ -1306,35 +1343,28 @@ class State:
                 self.answered_by[self._models.get(row["run"], "?"), row["size"]] += len(settled)
         if not accepted or row["batch_id"] in self.open:
             self._note_open(row)
-        for name in row["batch"] if self.open_of and (accepted or "quarantined" in row) else ():
-            self._close(name, row["batch_id"])
         return settled
 
     def _note_open(self, row: Mapping[str, Any]) -> None:
-        """Remember a failed batch and what its calls came to, so that a later run goes on where this one stopped."""
+        """Remember a failed batch and what its calls came to, until its own rows have settled it."""
         name, ids = row["batch_id"], tuple(row["batch"])
+        final = row["verdict"] == "ok" or "quarantined" in row
         if name not in self.open:
-            if row["fallback"] or "quarantined" in row:
+            if row["fallback"] or final:
                 return
-            self.open[name] = OpenBatch(ids, row["size"])
-            self.open_of.update(dict.fromkeys(ids, name))
-        self.open[name].codes[ids, row["attempt"]] = row["verdict"]
+            self.open[name] = OpenBatch(ids, row["size"], set(ids), {})
+        opened = self.open[name]
+        opened.codes[ids, row["attempt"]] = row["verdict"]
+        if final:
+            opened.left.difference_update(ids)
+            if not opened.left:
+                del self.open[name]
 
-    def _close(self, item: str, settled_by: str) -> None:
-        """An item is settled: its open batch is done when none is left, and void when another batch settled it."""
-        name = self.open_of.pop(item, None)
-        if name is not None and name in self.open:
-            left = self.open[name].left
-            left.discard(item)
-            if not left or name != settled_by:
-                for other in self.open.pop(name).ids:
-                    self.open_of.pop(other, None)
-
-    def freeze(self, rows: Iterable[Row], id_length: int = ID_LENGTH) -> Tuple[int, int]:
+    def freeze(self, rows: Iterable[Row]) -> Tuple[int, int]:
         """Mark the texts of the input, and count (rows, items).  Equal texts are one item."""
         count = items = 0
         for row in rows:
-            key = int(text_digest(row.text)[:32], 16)
+            key = key_of(text_digest(row.text))
             flags = self.status.get(key, 0)
             if not flags & FROZEN:
                 self.status[key] = flags | FROZEN
@@ -1376,6 +1406,8 @@ class Ledger:
         self.torn: Optional[int] = None         # the number of a last line that was cut
         self._seq = self._crc = 0
         self._unfinished = self._dirty = False
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
@@ -1405,8 +1437,11 @@ class Ledger:
                 self.damaged.append(line.number)
             else:
                 self.torn = line.number
-        if line is not None and not rows and (self.damaged or os.path.getsize(self.path) > 1 << 20):
-            raise HarnessError("%s holds no ledger row; it is another file: name the ledger with --ledger" % self.path)
+        if line is not None and not rows:
+            with open(self.path, "rb") as stream:
+                head = stream.read(len(ROW_BEGIN))
+            if self.damaged or not ROW_BEGIN.startswith(head):      # a first row that was torn may go on
+                raise HarnessError("%s holds no ledger row, so it is another file; name a ledger with --ledger" % self.path)
 
     def append(self, row: Dict[str, Any]) -> None:
         """Write one row as one line.  OSError when it could not be written; then it has no effect."""
@@ -1473,8 +1508,8 @@ def lock_file(descriptor: int) -> None:
 
 
 # ====================================================================================================================
-# MODELS.  Where replies come from.  Each is one callable behind open_model: prompt and changed parameters in, a Reply
-# or a text out, CallFailed when no reply came.  A key goes into one header and into nothing else.
+# MODELS.  Where replies come from: callables that take a prompt and changed parameters, give a Reply or a text, and
+# raise CallFailed when no reply came.  A key goes into one header and into nothing else.
 # ====================================================================================================================
 
 class Model(NamedTuple):
@@ -1509,11 +1544,11 @@ PROVIDERS: Dict[str, Provider] = {
     "openai": Provider("https://api.openai.com/v1", "OPENAI_API_KEY"),
     "ollama": Provider("http://127.0.0.1:11434/v1", "OLLAMA_API_KEY", needs_key=False),
 }
-CHOICES = ("demo (offline), openai:NAME, ollama:NAME, NAME with --base-url URL, cmd:COMMAND or py:FILE.py:FUNCTION")
+CHOICES = "demo (offline), openai:NAME, ollama:NAME, NAME with --base-url URL, cmd:COMMAND or py:FILE.py:FUNCTION"
 MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
 MAX_KEPT = 500                  # characters of an endpoint's words that go on the ledger
 NO_MONEY = frozenset({"insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
-                      "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "billing_hard_limit_reached"})
+                      "project_spend_limit_exceeded", "organization_usage_limit_exceeded"})
 CONTENT_PARAMS = frozenset({"", "messages", "prompt", "input", "content"})      # a 400 that names one is about the text
 
 
@@ -1528,34 +1563,63 @@ def open_model(spec: ModelSpec, task: Task) -> Model:
         if not rest:
             raise HarnessError("--model %s names nothing to run; choose %s" % (spec.name, CHOICES))
         call = command_model(rest, spec.timeout) if provider == "cmd" else function_model(rest)
-        return Model(spec.name, "this machine", call, {}, 1 if provider == "py" else 4)
-    return _chat_model(spec, provider, rest)
-
-
-def _chat_model(spec: ModelSpec, provider: str, rest: str) -> Model:
-    assert spec.name
-    known = PROVIDERS.get(provider) if rest or provider != spec.name else None
-    given = spec.base_url or (os.environ.get("OPENAI_BASE_URL", "").strip() if known in (None, PROVIDERS["openai"]) else "")
-    if known is None and not given:
+        return Model(spec.name, "this machine", call, {}, 4 if provider == "cmd" else 1)
+    known, name = (PROVIDERS[provider], rest) if rest and provider in PROVIDERS else (None, spec.name)
+    url = spec.base_url or (known in (None, PROVIDERS["openai"]) and os.environ.get("OPENAI_BASE_URL", "").strip())
+    if not url and known is None:
         raise HarnessError("--model %s names no provider and there is no --base-url; did you mean ollama:%s? choose %s"
-                           % (spec.name, spec.name, CHOICES))
-    known = known or PROVIDERS["openai"]._replace(needs_key=False)
-    name = rest if provider in PROVIDERS and rest else spec.name
-    key = _key(spec.api_key_env or known.key_env, required=bool(spec.api_key_env))
-    endpoint = ChatEndpoint(given or known.base_url, key, {"model": name, **spec.params}, spec.timeout)
-    if not key and known.needs_key and not endpoint.loopback:
-        raise HarnessError("no key for %s: set %s, or name another variable with --api-key-env"
-                           % (endpoint.host, known.key_env))
+                           % (name, name, CHOICES))
+    variable = spec.api_key_env or (known or PROVIDERS["openai"]).key_env
+    key = os.environ.get(variable, "").strip()
+    endpoint = ChatEndpoint(url or (known or PROVIDERS["openai"]).base_url, key, {"model": name, **spec.params}, spec.timeout)
+    if not re.match(r"[\x21-\x7e]*\Z", key):
+        raise HarnessError("the key in %s holds characters that no header can carry; set it again" % variable)
+    if not key and (spec.api_key_env or (known is not None and known.needs_key and not endpoint.loopback)):
+        raise HarnessError("no key for %s; set %s, or name another variable with --api-key-env" % (endpoint.host, variable))
     return Model(spec.name, endpoint.host, endpoint, dict(spec.params), 1 if endpoint.loopback else 4)
 
 
-def _key(variable: str, required: bool) -> str:
-    key = os.environ.get(variable, "").strip()
-    if required and not key:
-        raise HarnessError("--api-key-env names %s, which is not set; export it first" % variable)
-    if not re.match(r"[\x21-\x7e]*\Z", key):
-        raise HarnessError("the key in %s holds white space or other characters no header can carry; set it again" % variable)
-    return key
+def split_url(base_url: str) -> Any:
+    """The parts of a base URL; HarnessError, which never shows it, when it is none or holds a password."""
+    import urllib.parse
+    try:
+        url = urllib.parse.urlsplit(base_url)
+        fine = url.scheme in ("http", "https") and url.hostname and (url.port or 1) and url.hostname.encode("idna")
+    except ValueError:
+        fine = False
+    if not fine or not re.match(r"[\x21-\x7e]+\Z", base_url):
+        raise HarnessError("the base URL is not of the form https://HOST/v1; check --base-url or OPENAI_BASE_URL")
+    if url.username or url.password:
+        raise HarnessError("the base URL holds a user or password; put the key into a variable, named with --api-key-env")
+    return url
+
+
+class TimedReader(io.RawIOBase):
+    """The reading side of a socket with one deadline for all reads, so that a slow drip cannot outlive it."""
+
+    def __init__(self, sock: Any, deadline: float) -> None:
+        self._sock, self._deadline, self._raw = sock, deadline, sock.makefile("rb", 0)
+
+    def makefile(self, mode: str) -> IO[bytes]:
+        """What http.client asks of a socket."""
+        return io.BufferedReader(self)
+
+    def readable(self) -> bool:
+        """Always."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """One read, waiting only for the time that is left."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._sock.settimeout(left)
+        return int(self._raw.readinto(buffer))
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        self._raw.close()
+        super().close()
 
 
 class ChatEndpoint:
@@ -1565,40 +1629,31 @@ class ChatEndpoint:
         import http.client
         import urllib.parse
         import urllib.request
-        self._http = http.client
-        url = urllib.parse.urlsplit(base_url)
-        try:
-            port = url.port
-        except ValueError:
-            port = -1
-        if url.scheme not in ("http", "https") or not url.hostname or port == -1:
-            raise HarnessError("the base URL is not of the form https://HOST/v1; check --base-url or OPENAI_BASE_URL")
-        if url.username or url.password:
-            raise HarnessError("the base URL holds a user or password; put the key into a variable and name it with "
-                               "--api-key-env")
-        self._tls = url.scheme == "https"
-        self._address = (url.hostname, port or (443 if self._tls else 80))
-        self.host = "%s://%s%s" % (url.scheme, url.netloc, url.path.rstrip("/"))
-        self._target = url.path.rstrip("/") + "/chat/completions" + ("?" + url.query if url.query else "")
-        self.loopback = url.hostname == "localhost" or url.hostname == "::1" or url.hostname.startswith("127.")
-        self._secrets = [s for s in [key] + [v for _, v in urllib.parse.parse_qsl(url.query)] if len(s) >= 6]
-        self._secrets += [urllib.parse.quote(s, safe="") for s in self._secrets]
-        self._body, self._timeout = body, timeout
+        url = split_url(base_url)
+        self._http, self._body, self._timeout, self._local = http.client, body, timeout, threading.local()
+        self._tls, path = url.scheme == "https", url.path.rstrip("/")
+        self._address = (url.hostname, url.port or (443 if self._tls else 80))
+        self.host = "%s://%s%s" % (url.scheme, url.netloc, path)
+        self._target = path + "/chat/completions" + ("?" + url.query if url.query else "")
+        self.loopback = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
+        secrets = [secret for secret in [key] + [value for _, value in urllib.parse.parse_qsl(url.query)] if len(secret) >= 6]
+        self._secrets = secrets + [urllib.parse.quote(secret, safe="") for secret in secrets]
         self._headers = {"Content-Type": "application/json", "User-Agent": "batch_harness/" + __version__}
         if key:
             self._headers["Authorization"] = "Bearer " + key
-        self._context = _tls_context() if self._tls else None
-        proxy = None if self.loopback or urllib.request.proxy_bypass(url.hostname) else \
-            urllib.request.getproxies().get(url.scheme)
-        self._proxy = urllib.parse.urlsplit(proxy if "://" in proxy else "http://" + proxy) if proxy else None
-        self._local = threading.local()
+        self._context: Any = None
+        if self._tls:
+            import ssl
+            self._context = ssl.create_default_context()
+        through = "" if self.loopback or urllib.request.proxy_bypass(url.hostname) else \
+            urllib.request.getproxies().get(url.scheme, "")
+        self._proxy = urllib.parse.urlsplit(through if "://" in through else "http://" + through) if through else None
 
     def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
         """One call.  CallFailed says what kind of failure it was."""
-        body = dict(self._body, messages=[{"role": "user", "content": prompt}], **extra) if not set(extra) & set(self._body) \
-            else {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
+        body = {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
         status, headers, raw = self._post(json.dumps(body).encode("ascii"))
-        text = self._redacted(raw.decode("utf-8", "replace"), always=status != 200)
+        text = self._redacted(raw.decode("utf-8", "replace"), 16 if status == 200 else 0)
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
@@ -1606,14 +1661,13 @@ class ChatEndpoint:
         if status != 200:
             raise classify(status, document, text, retry_after(headers, time.time()))
         if not isinstance(document, dict):
-            raise CallFailed("retry", "the reply of %s is not JSON: %s" % (self.host, text[:MAX_KEPT]), status=200,
-                             patience=3, billed=True)
+            raise CallFailed("retry", "%s sent no JSON: %s" % (self.host, text[:MAX_KEPT]), status=200, patience=3, billed=True)
         return chat_reply(document, headers.get("x-request-id"))
 
-    def _redacted(self, text: str, always: bool) -> str:
-        """The text without the key.  In a reply only a long key is looked for: a short one may be an honest word."""
+    def _redacted(self, text: str, shortest: int = 0) -> str:
+        """The text without the key; in a reply only a long key is looked for, as a short one may be an honest word."""
         for secret in self._secrets:
-            if always or len(secret) >= 16:
+            if len(secret) >= shortest:
                 text = text.replace(secret, "***")
         return text
 
@@ -1624,37 +1678,34 @@ class ChatEndpoint:
         try:
             try:
                 return self._exchange(data, deadline)
-            except (self._http.RemoteDisconnected, ConnectionResetError, BrokenPipeError):
+            except (ConnectionResetError, BrokenPipeError):     # RemoteDisconnected is one: no byte of a reply came
                 self._drop()
-                if not reused:          # on a kept-alive connection the server may just have closed it: send once more
+                if not reused:          # a kept-alive connection may have been closed in the meantime: send once more
                     raise
                 return self._exchange(data, deadline)
-        except BaseException as error:
-            self._drop()
-            if isinstance(error, (OSError, self._http.HTTPException)):
-                raise self._transport_failure(error)
-            raise
+        except (OSError, self._http.HTTPException) as error:
+            raise self._transport_failure(error)
+        finally:
+            if sys.exc_info()[0] is not None:
+                self._drop()
 
     def _exchange(self, data: bytes, deadline: float) -> Tuple[int, Any, bytes]:
-        connection = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = self._connect(deadline)
-        elif connection.sock is not None:
+        connection = getattr(self._local, "connection", None) or self._connect(deadline)
+        self._local.connection = connection
+        if connection.sock is not None:
             connection.sock.settimeout(max(0.001, deadline - time.monotonic()))
-        connection.response_class = lambda sock, *args, **kw: self._http.HTTPResponse(_TimedSocket(sock, deadline), *args, **kw)
-        target = self._target if self._tls or self._proxy is None else self.host.split("/", 3)[0] + "//%s:%d%s" % (
-            *self._address, self._target)
-        connection.request("POST", target, data, self._headers)
+        connection.response_class = lambda sock, *rest, **named: self._http.HTTPResponse(
+            TimedReader(sock, deadline), *rest, **named)  # type: ignore[arg-type]
+        absolute = "http://%s:%d" % self._address if self._proxy is not None and not self._tls else ""
+        connection.request("POST", absolute + self._target, data, self._headers)
         response = connection.getresponse()
-        parts, size = [], 0
-        while True:
+        parts, part, size = [], b"-", 0
+        while part:
             part = response.read1(1 << 16)
-            if not part:
-                break
             parts.append(part)
             size += len(part)
             if size > MAX_REPLY:
-                raise CallFailed("stop", "%s sent more than %d MB for one reply; is it a chat endpoint?"
+                raise CallFailed("stop", "%s sent more than %d MB as one reply; check --base-url"
                                  % (self.host, MAX_REPLY >> 20), billed=True)
         if response.length:
             raise self._http.IncompleteRead(b"", response.length)
@@ -1664,8 +1715,7 @@ class ChatEndpoint:
         return response.status, response.headers, b"".join(parts)
 
     def _connect(self, deadline: float) -> Any:
-        host, port = self._address
-        left = max(0.001, deadline - time.monotonic())
+        (host, port), left = self._address, max(0.001, deadline - time.monotonic())
         if self._proxy is not None:
             host, port = self._proxy.hostname or "", self._proxy.port or 80
         if not self._tls:
@@ -1673,9 +1723,8 @@ class ChatEndpoint:
         connection = self._http.HTTPSConnection(host, port, timeout=left, context=self._context)
         if self._proxy is not None:
             import base64
-            user = "%s:%s" % (self._proxy.username or "", self._proxy.password or "")
-            login = {"Proxy-Authorization": "Basic " + base64.b64encode(user.encode()).decode()} if self._proxy.username else {}
-            connection.set_tunnel(*self._address, headers=login)
+            login = base64.b64encode(("%s:%s" % (self._proxy.username, self._proxy.password)).encode()).decode()
+            connection.set_tunnel(*self._address, headers={"Proxy-Authorization": "Basic " + login} if self._proxy.username else {})
         return connection
 
     def _drop(self) -> None:
@@ -1684,81 +1733,42 @@ class ChatEndpoint:
             connection.close()
 
     def _transport_failure(self, error: Exception) -> CallFailed:
-        """What a broken transport means, in one line without addresses of the proxy's user."""
+        """What a broken transport means, in one line."""
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
-        name = type(error).__name__
-        if name == "SSLCertVerificationError":
+        if type(error).__name__ == "SSLCertVerificationError":
             return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE to its authority" % where)
-        if isinstance(error, socket.timeout):
+        if isinstance(error, (socket.timeout, TimeoutError)):
             return CallFailed("retry", "no reply from %s within %g s; a longer --timeout may help" % (where, self._timeout),
                               billed=True)
         unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in str(error)
-        return CallFailed("retry", self._redacted("cannot reach %s: %s %s" % (where, name, error), True)[:MAX_KEPT].strip(),
-                          patience=3 if unreached else 8, billed=not unreached)
-
-
-class _TimedSocket:
-    """What HTTPResponse needs of a socket, with one deadline for all reads: a slow drip cannot outlive it."""
-
-    def __init__(self, sock: Any, deadline: float) -> None:
-        self._sock, self._deadline = sock, deadline
-
-    def makefile(self, mode: str) -> IO[bytes]:
-        """A buffered reader whose every read waits only for the time that is left."""
-        import io
-        import socket
-        sock, deadline, raw = self._sock, self._deadline, self._sock.makefile(mode, 0)
-
-        class Timed(io.RawIOBase):
-            def readable(self) -> bool:
-                return True
-
-            def readinto(self, buffer: Any) -> int:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise socket.timeout("timed out")
-                sock.settimeout(left)
-                return int(raw.readinto(buffer))
-
-            def close(self) -> None:
-                raw.close()
-                super().close()
-        return io.BufferedReader(Timed())
-
-
-def _tls_context() -> Any:
-    import ssl
-    return ssl.create_default_context()
+        words = "cannot reach %s: %s %s" % (where, type(error).__name__, error)
+        return CallFailed("retry", self._redacted(words)[:MAX_KEPT], patience=3 if unreached else 8, billed=not unreached)
 
 
 def classify(status: int, document: Any, text: str, wait: Optional[float]) -> CallFailed:
     """What an HTTP status other than 200 means, from status and error code, never from the message.  Pure."""
-    if isinstance(document, list) and document:
-        document = document[0]
+    document = document[0] if isinstance(document, list) and document else document
     error = document.get("error", document) if isinstance(document, dict) else None
     members = error if isinstance(error, dict) else {}
     code, kind, param = (str(members.get(name) or "") for name in ("code", "type", "param"))
-    words = str(members.get("message") or error or text).strip()
-    detail = "HTTP %d: %s" % (status, re.sub(r"\s+", " ", words)[:MAX_KEPT])
+    words = str(members.get("message") or error or text)
+    detail = "HTTP %d: %s" % (status, re.sub(r"\s+", " ", words).strip()[:MAX_KEPT])
     if status == 429 and {code, kind} & NO_MONEY:
-        return CallFailed("stop", detail + "; no money or quota is left: mend that, then run the same command", status=status)
+        return CallFailed("stop", detail + "; no money or quota is left: mend that first", status=status)
     if status in (408, 409, 425, 429, 498) or status >= 500:
         return CallFailed("retry", detail, status=status, wait=wait, billed=status >= 500)
-    if status in (400, 413, 422) and not _names_parameter(code, param, members):
+    if status in (400, 413, 422) and not _names_parameter(code, param, members.get("detail")):
         return CallFailed("rejected", detail, status=status)
     hints = {401: "check the key", 402: "no money is left", 403: "the key may not do this", 404: "check model and --base-url"}
-    hint = "the endpoint redirects; name its final URL with --base-url" if 300 <= status < 400 else \
-        hints.get(status, "mend the request (--param, --retry-param)")
-    return CallFailed("stop", "%s; %s" % (detail, hint), status=status)
+    hint = "it redirects; name the final URL with --base-url" if status < 400 else "mend the request (--param, --retry-param)"
+    return CallFailed("stop", "%s; %s" % (detail, hints.get(status, hint)), status=status)
 
 
-def _names_parameter(code: str, param: str, members: Mapping[str, Any]) -> bool:
+def _names_parameter(code: str, param: str, places: Any) -> bool:
     """Whether a 400 blames a parameter of the request, so that every other call would fail the same way."""
-    found = members.get("detail")
-    places = [entry.get("loc") for entry in found if isinstance(entry, dict)] if isinstance(found, list) else []
-    named = {param.split(".")[0].split("[")[0]} | {
-        str(place[1]) for place in places if isinstance(place, list) and len(place) > 1}
+    locs = [entry.get("loc") for entry in places if isinstance(entry, dict)] if isinstance(places, list) else []
+    named = {re.split(r"[.\[]", param)[0]} | {str(loc[1]) for loc in locs if isinstance(loc, list) and len(loc) > 1}
     return code in ("unsupported_parameter", "unsupported_value", "unknown_parameter") or bool(named - CONTENT_PARAMS)
 
 
@@ -1784,20 +1794,16 @@ def chat_reply(document: Mapping[str, Any], request_id: Optional[str]) -> Reply:
     error = document.get("error") or choice.get("error")
     if error:
         status = error.get("code") if isinstance(error, dict) else None
-        raise classify(status if isinstance(status, int) and status >= 400 else 500, {"error": error}, "", None)
-    message = choice.get("message")
+        raise classify(status if type(status) is int and status >= 400 else 500, {"error": error}, "", None)
+    message, usage = choice.get("message"), document.get("usage")
     if not isinstance(message, dict):
         raise CallFailed("retry", "a reply without choices: " + shown(document, MAX_KEPT), status=200, patience=3, billed=True)
     content = message.get("content")
     if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content
-                          if isinstance(part, dict) and part.get("type") == "text")
-    usage = document.get("usage") if isinstance(document.get("usage"), dict) else {}
-    return Reply(content if isinstance(content, str) else None, *(
-        value if isinstance(value, str) and value else None
-        for value in (choice.get("finish_reason"), message.get("refusal"), document.get("model"))),
-        *(usage.get(name) if type(usage.get(name)) is int else None  # type: ignore[union-attr]
-          for name in ("prompt_tokens", "completion_tokens")), request_id)
+        content = "".join(str(part.get("text")) for part in content if isinstance(part, dict) and part.get("type") == "text")
+    usage = usage if isinstance(usage, dict) else {}
+    return as_reply(Reply(content if isinstance(content, str) else None, choice.get("finish_reason"), message.get("refusal"),
+                          document.get("model"), usage.get("prompt_tokens"), usage.get("completion_tokens"), request_id))
 
 
 def command_model(command: str, timeout: float) -> Callable[[str, Mapping[str, Any]], str]:
@@ -1815,8 +1821,8 @@ def command_model(command: str, timeout: float) -> Callable[[str, Mapping[str, A
                              patience=3, billed=True)
         if process.returncode:
             said = re.sub(r"\s+", " ", (err + b" " + out).decode("utf-8", "replace")).strip()[-MAX_KEPT:]
-            kind = "stop" if process.returncode in (126, 127) else "retry"
-            raise CallFailed(kind, "the command ended with %d: %s" % (process.returncode, said), patience=3, billed=True)
+            raise CallFailed("stop" if process.returncode in (126, 127) else "retry",       # not found, not executable
+                             "the command ended with %d: %s" % (process.returncode, said), patience=3, billed=True)
         return out.decode("utf-8", "replace")
     return call
 
@@ -1828,10 +1834,8 @@ def _kill_group(process: Any) -> None:
     except (AttributeError, ProcessLookupError, PermissionError):
         process.kill()
     for pipe in (process.stdin, process.stdout, process.stderr):
-        try:
+        with contextlib.suppress(OSError):
             pipe.close()
-        except OSError:
-            pass
     process.wait()
 
 
@@ -1841,13 +1845,13 @@ def function_model(place: str) -> Callable[[str, Mapping[str, Any]], Union[str, 
     path, _, name = place.rpartition(":")
     spec = importlib.util.spec_from_file_location("batch_harness_model", path) if os.path.isfile(path) else None
     if spec is None or spec.loader is None:
-        raise HarnessError("--model py:%s: no such file; write py:FILE.py:FUNCTION" % place)
+        raise HarnessError("--model py:%s: no such Python file; write py:FILE.py:FUNCTION" % place)
     module = importlib.util.module_from_spec(spec)
     sys.modules.setdefault("batch_harness", sys.modules[__name__])     # so that it may import Reply from here
     try:
         spec.loader.exec_module(module)
         function = getattr(module, name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise HarnessError("--model py:%s: %s: %s; mend the file" % (place, type(error).__name__, error))
 
     def call(prompt: str, extra: Mapping[str, Any]) -> Union[str, None, Reply]:
@@ -1855,7 +1859,7 @@ def function_model(place: str) -> Callable[[str, Mapping[str, Any]], Union[str, 
             return function(prompt)  # type: ignore[no-any-return]
         except CallFailed:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CallFailed("retry", "%s raised %s: %s" % (name, type(error).__name__, str(error)[:MAX_KEPT]), patience=3)
     return call
 
@@ -1867,80 +1871,73 @@ class Demo:
     """
 
     def __init__(self, task: Task, settings: str) -> None:
-        self._task, self._seen = task, collections.Counter()  # type: Task, Counter[str]
+        self._task = task
+        self._seen: Counter[str] = collections.Counter()            # how often each prompt was asked
         self._rates = {"seed": 0.0, "delay": 0.0}
         for part in filter(None, settings.split(",")):
             name, _, value = part.partition("=")
-            if name not in DEMO_FAULTS and name not in self._rates or not re.match(r"\d*\.?\d+\Z", value):
+            if name not in DEMO_FAULTS and name not in self._rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
                 raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s, seed and delay"
                                    % (shown(part), ", ".join(DEMO_FAULTS)))
             self._rates[name] = float(value)
         for field, schema in task.fields.items():
-            if broken_rule(schema, _demo_value(schema, 1)) is not None:
+            if broken_rule(schema, demo_value(schema, 1)) is not None:
                 raise HarnessError("the demo model can make no value for field %s; use labels or a real model" % shown(field))
 
     def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
+        """The reply to one prompt; the same prompt asked again may meet other faults."""
         import random
         self._seen[prompt] += 1
         dice = random.Random("%s %d %s" % (self._rates["seed"], self._seen[prompt], prompt))
-        if self._rates["delay"]:
-            time.sleep(self._rates["delay"])
+        time.sleep(self._rates["delay"])
         elements = [self._element(name, text) for name, text in
                     re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)]
-        reply = Reply("", "stop", None, "demo-1")
         faults = [name for name in DEMO_FAULTS if dice.random() < self._rates.get(name, 0)]
         for name in faults:
             if elements:
                 DEMO_FAULTS[name](elements, dice)
-        text: Any = elements
+        document: Any = elements
         if self._task.form == "keyed":
-            text = {str(e.get("id")): {k: v for k, v in e.items() if k != "id"} for e in elements}
-        text = json.dumps({"results": text} if "wrap" in faults else text, ensure_ascii=False)
-        if "cut" in faults:
-            text, reply = text[:len(text) // 2], reply._replace(finish="length")
-        text = {"fence": "```json\n%s\n```" % text, "prose": text + "\nI hope this helps!", "empty": ""}.get(
-            next((name for name in ("empty", "prose", "fence") if name in faults), ""), text)
-        return reply._replace(text=text, refusal="I would rather not." if "refuse" in faults else None)
+            document = {e["id"]: {name: value for name, value in e.items() if name != "id"} for e in elements}
+        text = json.dumps({"results": document} if "wrap" in faults else document, ensure_ascii=False)
+        text = text[:len(text) // 2] if "cut" in faults else text
+        text = "```json\n%s\n```" % text if "fence" in faults else text
+        text = text + "\nI hope this helps!" if "prose" in faults else text
+        return Reply("" if "empty" in faults else text, "length" if "cut" in faults else "stop",
+                     "I would rather not." if "refuse" in faults else None, "demo-1")
 
     def _element(self, name: str, text: str) -> Dict[str, Any]:
         number = int(text_digest(unguard(text))[:8], 16)
         rubric = {} if self._task.rubric_version is None else {"rubric_version": self._task.rubric_version}
-        return {"id": name, **rubric, **{f: _demo_value(schema, number) for f, schema in self._task.fields.items()}}
+        return {"id": name, **rubric, **{f: demo_value(schema, number) for f, schema in self._task.fields.items()}}
 
 
-def _demo_value(schema: Any, number: int) -> Any:
-    """Some value that fits a schema, chosen by the number; without meaning."""
-    labels = _labels(schema)
+def demo_value(schema: Any, number: int) -> Any:
+    """Some value for a schema, chosen by the number and without meaning; the caller checks that it fits."""
+    labels, rules = labels_of(schema), schema if isinstance(schema, dict) else {}
     if labels is not None:
         return labels[number % len(labels)]
-    rules = schema if isinstance(schema, dict) else {}
     kind = rules.get("type", "string")
     kind = kind[0] if isinstance(kind, list) else kind
     if kind in ("integer", "number"):
-        low = rules.get("minimum", rules.get("exclusiveMinimum", rules.get("maximum", 1) - 1) + ("exclusiveMinimum" in rules))
-        return math.ceil(low)
+        return math.ceil(rules.get("minimum", rules.get("exclusiveMinimum", rules.get("maximum", 1) - 2) + 1))
     if kind == "array":
-        return [_demo_value(rules.get("items", {}), number + n) for n in range(int(rules.get("minItems", 1)))]
+        return [demo_value(rules.get("items", {}), number + n) for n in range(min(99, int(rules.get("minItems", 1))))]
     words = "demo %04x" % (number & 0xffff)
-    return {"boolean": number % 2 == 0, "null": None, "object": {}}.get(
-        kind, words.ljust(int(rules.get("minLength", 0)), ".")[:int(rules.get("maxLength", 10 ** 6))])
+    words = words.ljust(min(9999, int(rules.get("minLength", 0))), ".")[:min(9999, int(rules.get("maxLength", 9999)))]
+    return {"boolean": number % 2 == 0, "null": None, "object": {}}.get(kind, words)
 
 
 def _rename(elements: List[Dict[str, Any]], dice: Any) -> None:
     element = dice.choice(elements)
     place = dice.randrange(len(element["id"]))
-    digit = dice.choice([d for d in "0123456789abcdef" if d != element["id"][place]])
-    element["id"] = element["id"][:place] + digit + element["id"][place + 1:]
+    element["id"] = element["id"][:place] + "%x" % (15 - int(element["id"][place], 16)) + element["id"][place + 1:]
 
 
 def _swap(elements: List[Dict[str, Any]], dice: Any) -> None:
     first, second = elements[0], elements[-1]
     first["id"], second["id"] = second["id"], first["id"]
     elements.reverse()
-
-
-def _nothing(elements: List[Dict[str, Any]], dice: Any) -> None:
-    """Faults of the text are made after the elements have become text."""
 
 
 DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
@@ -1953,7 +1950,7 @@ DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
     "swap": _swap,                              # contents exchanged under right ids: no check of shape can see it
     "field": lambda elements, dice: dice.choice(elements).update(remark="sure"),
     "value": lambda elements, dice: dice.choice(elements).update(dict.fromkeys(list(elements[0])[-1:])),
-    "wrap": _nothing, "cut": _nothing, "fence": _nothing, "prose": _nothing, "empty": _nothing, "refuse": _nothing,
+    **{name: lambda elements, dice: None for name in ("wrap", "cut", "fence", "prose", "empty", "refuse")},     # of the text
 }
 
 
@@ -1984,46 +1981,57 @@ class RunOptions(NamedTuple):
 
 
 class Flight:
-    """One batch on its way through plan.  `known` holds verdicts a former run came to."""
+    """One batch on its way through plan.  `known` holds verdicts a former run came to; `jobs` are calls to make now."""
 
     def __init__(self, steps: Plan, known: Optional[Mapping[Tuple[Tuple[str, ...], int], str]] = None) -> None:
         self._steps, self._known = steps, known or {}
-        self.asks: List[Ask] = []
         self._codes: List[Optional[str]] = []
-        self.failures: Counter[int] = collections.Counter()
+        self.asks: List[Ask] = []
+        self.failures: Counter[int] = collections.Counter()         # calls without a reply, by place in asks
         self.jobs = self._step(next(steps))
 
-    def _step(self, asks: List[Ask]) -> List[Tuple[Flight, int]]:
+    def _step(self, asks: List[Ask]) -> List[Job]:
         while asks:
             self.asks, self._codes = asks, [self._known.get((ask.ids, ask.attempt)) for ask in asks]
-            jobs = [(self, place) for place, code in enumerate(self._codes) if code is None]
+            jobs = [Job(self, place) for place, code in enumerate(self._codes) if code is None]
             if jobs:
                 return jobs
-            asks = advance(self._steps, [code for code in self._codes if code])
+            asks = advance(self._steps, [code for code in self._codes if code is not None])
         return []
 
-    def told(self, place: int, code: str) -> List[Tuple[Flight, int]]:
+    def told(self, place: int, code: str) -> List[Job]:
         """Take in one verdict; the calls that follow once all of the step are in."""
         self._codes[place] = code
         codes = [code for code in self._codes if code is not None]
         return self._step(advance(self._steps, codes)) if len(codes) == len(self._codes) else []
 
 
-Job = Tuple[Flight, int]                # which ask of a flight
+class Job(NamedTuple):
+    """One ask of a flight."""
+
+    flight: Flight
+    place: int
+
+    @property
+    def ask(self) -> Ask:
+        """What to call the model with."""
+        return self.flight.asks[self.place]
 
 
 class Runner:
     """One run: asks what is pending, and leaves every reply on the ledger."""
 
-    def __init__(self, source: Source, task: Task, model: Model, ledger: Optional[Ledger], state: State,
-                 options: RunOptions, id_length: int = ID_LENGTH) -> None:
+    def __init__(self, source: Source, task: Task, model: Model, state: State, options: RunOptions, id_length: int) -> None:
         import random
-        self.task, self.model, self.options, self.state = task, model, options, state
-        self.source, self._ledger, self._id_length, self._random = source, ledger, id_length, random.random
+        self.source, self.task, self.model, self.state, self.options = source, task, model, state, options
+        self._id_length, self._random = id_length, random.random
         self.run_id = "%012x" % random.SystemRandom().getrandbits(48)
-        self.tally: Counter[str] = collections.Counter()            # calls, replies, ok, ... of this run
+        self.tally: Counter[str] = collections.Counter()            # calls, replies, answered, ... of this run
         self.reason, self.code = "", DONE                           # why it stopped early
-        self.error: Optional[BaseException] = None                  # of a thread, to be raised in the main one
+        self._hints: List[str] = []                                 # for the main thread to say
+        self._said: Set[str] = set()
+        self._ledger: Optional[Ledger] = None
+        self._error: Optional[BaseException] = None                 # of a thread, to be raised in the main one
         self._lock = threading.Lock()
         self._work, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._ready: Deque[Job] = collections.deque()
@@ -2038,123 +2046,134 @@ class Runner:
     # ---- what to ask ----
 
     def _items(self) -> Iterator[Item]:
-        """The frozen items of the input, each once; what was not there at the first pass is counted, not asked."""
+        """The frozen items of the input, each once, until --limit of those to be asked have been read."""
+        left = math.inf if self.options.limit is None else self.options.limit
         for row in self.source.rows():
             if row.error is None:
                 item = Item(row.text, row.key, self._id_length)
-                flags = self.state.status.get(item.key, 0)
+                flags = self.state.status.get(key_of(item.digest), 0)
                 if not flags & FROZEN:
                     self.tally["unfrozen"] += 1
                 elif not flags & TAKEN:
-                    self.state.status[item.key] = flags | TAKEN
+                    left -= self._wanted(item)
+                    if left < 0:
+                        return
+                    self.state.status[key_of(item.digest)] = flags | TAKEN
                     yield item
 
+    def _wanted(self, item: Item) -> bool:
+        """Whether the item is to be asked in this run."""
+        flags = self.state.status[key_of(item.digest)]
+        return not flags & ANSWERED and (not flags & QUARANTINED or self.options.retry_quarantined)
+
     def _fresh(self) -> Iterator[Item]:
-        """The items to be put into new batches; resumed batches and quarantined items become flights of their own."""
+        """The items for new batches; open batches that are whole, and quarantined items, become flights of their own."""
         member_of = {name: batch for batch, opened in self.state.open.items() for name in opened.ids}
-        held: Dict[str, Dict[str, Item]] = {}
+        groups: Dict[str, Dict[str, Item]] = collections.defaultdict(dict)
         for item in self._items():
-            flags, batch = self.state.status[item.key], member_of.get(item.id)
-            if batch is not None:
-                group = held.setdefault(batch, {})
-                group[item.id] = item
-                if len(group) == len(self.state.open[batch].ids if batch in self.state.open else ()):
-                    yield from self._resumed(batch, held.pop(batch))
-            elif flags & QUARANTINED and self.options.retry_quarantined:
-                self._side.append(Flight(plan((item,), self.options.policy, 1, fallback=True)))
-            elif not flags & (ANSWERED | QUARANTINED):
-                yield item
-        for group in held.values():                     # the input no longer holds the whole batch
-            yield from self._unsettled(group)
+            name = member_of.get(item.id)
+            if name is None:
+                yield from self._sorted([item])
+                continue
+            groups[name][item.id] = item
+            if len(groups[name]) == len(self.state.open[name].ids):
+                yield from self._resumed(self.state.open[name], groups.pop(name))
+        for group in groups.values():                   # the input no longer holds the whole batch
+            yield from self._sorted(group.values())
 
-    def _resumed(self, name: str, group: Dict[str, Item]) -> Iterator[Item]:
-        """Go on with a batch an earlier run left; its items anew when today's policy has nothing left to ask."""
-        opened = self.state.open[name]
-        flight = Flight(plan([group[i] for i in opened.ids], self.options.policy, opened.size), opened.codes)
-        if flight.jobs:
-            self._side.append(flight)
-        else:
-            yield from self._unsettled(group)
+    def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
+        """Go on with a batch an earlier run left, unless today's policy would ask nothing, or ask settled items again."""
+        flight = Flight(plan([group[name] for name in opened.ids], self.options.policy, opened.size), opened.codes)
+        asked = {item for job in flight.jobs for item in job.ask.items}
+        if not asked or any(self.state.status[key_of(item.digest)] & (ANSWERED | QUARANTINED) for item in asked):
+            return self._sorted(group.values())
+        self._side.append(flight)
+        return self._sorted(item for item in group.values() if self.state.status[key_of(item.digest)] & QUARANTINED)
 
-    def _unsettled(self, group: Mapping[str, Item]) -> Iterator[Item]:
-        return (item for item in group.values() if not self.state.status[item.key] & (ANSWERED | QUARANTINED))
+    def _sorted(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
+        for item in items:
+            if self._wanted(item):
+                if not self.state.status[key_of(item.digest)] & QUARANTINED:
+                    yield item
+                else:
+                    self._side.append(Flight(plan([item], self.options.policy, 1, fallback=True)))
 
     def _all_flights(self) -> Iterator[Flight]:
-        left = self.options.limit
         for batch in batches(self._fresh(), self.options.batch_size, self.options.batch_chars):
             while self._side:
                 yield self._side.popleft()
-            yield Flight(plan(batch if left is None else batch[:left], self.options.policy, self.options.batch_size))
-            if left is not None:
-                left -= len(batch)
-                if left <= 0:
-                    return
+            yield Flight(plan(batch, self.options.policy, self.options.batch_size))
         while self._side:
             yield self._side.popleft()
-
-    # ---- the threads ----
 
     def first_flight(self) -> Optional[Flight]:
         """The first batch to ask, or None when nothing is pending."""
         return next(self._flights, None)
 
-    def run(self, header: Mapping[str, Any], say: Callable[[str], None]) -> None:
+    # ---- the threads ----
+
+    def run(self, ledger: Ledger, header: Mapping[str, Any], say: Callable[[str], None]) -> None:
         """Ask everything pending; returns when all is settled or the run has stopped.  Nothing pending: no row."""
-        first = self.first_flight()
-        if first is None:
-            return
+        first, self._ledger = self.first_flight(), ledger
         row = compact({"event": "run", "at": timestamp(), "run": self.run_id, **header})
-        if not self._guarded(lambda: self._ledger.append(row)):
+        if first is None or self._appended(row) is None:
             return
-        self.state.apply(row)
         self._ready.extend(first.jobs)
         before = self._catch_signals()
         try:
-            threads = [threading.Thread(target=self._thread, daemon=True) for _ in range(self.options.workers)]
-            self._alive = len(threads)
-            for thread in threads:
-                thread.start()
+            self._start()
             self._watch(say)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
+
+    def _start(self) -> None:
+        for _ in range(self.options.workers):
+            with self._lock:
+                self._alive += 1
+            try:
+                threading.Thread(target=self._thread, daemon=True).start()
+            except RuntimeError as error:               # the system gives no more threads: those that run will do
+                with self._lock:
+                    self._alive -= 1
+                    if not self._alive:
+                        raise HarnessError("cannot start a thread: %s; close other programs" % error)
+                return
 
     def _watch(self, say: Callable[[str], None]) -> None:
         """The main thread: signals, the deadline, the disk, a line of progress now and then."""
         started = synced = spoken = time.monotonic()
-        told = False
-        while True:
+        alive = True
+        while alive:
             with self._lock:
-                if not self._alive:
-                    return
-                self._ended.wait(0.2)
-                now = time.monotonic()
+                if self._alive:
+                    self._ended.wait(0.2)
+                alive, now = self._alive > 0, time.monotonic()
                 if self._signals:
                     self._stop("interrupted", INTERRUPTED)
-                if self.options.deadline is not None and now - started > self.options.deadline:
+                if self.options.deadline is not None and now - started > self.options.deadline and alive:
                     self._stop("the --deadline of %g s has passed" % self.options.deadline, STOPPED)
                 if now - synced > 1:
                     synced = now
-                    self._guarded(self._ledger.sync)
-                waiting = self._in_flight
-            try:
-                if self.reason and not told:
-                    told = True
-                    say("stopping: %s%s" % (self.reason, "; waiting for %d calls in flight" % waiting if waiting else ""))
-                elif now - spoken > 10:
+                    self._guarded(lambda ledger: ledger.sync())
+                if now - spoken > 10 and alive:
                     spoken = now
-                    say(self.progress())
+                    self._hints.append(self._progress())
+            try:
+                while self._hints:
+                    say(self._hints.pop(0))
             except BrokenPipeError:
                 with self._lock:
                     self._stop("the output was closed", STOPPED)
 
-    def progress(self) -> str:
-        """One plain line about this run so far."""
-        done = self.tally["answered"] + self.tally["quarantined"]
-        return "%d of %d items done, %d calls, %d first passes failed, %d quarantined" % (
-            done, self.tally["pending"], self.tally["calls"], self.tally["first_failed"], self.tally["quarantined"])
+    def _progress(self) -> str:
+        tally = self.tally
+        return "%d of %d items done, %d calls, first passes failed %s, %d quarantined" % (
+            tally["answered"] + tally["quarantined"], tally["pending"], tally["calls"],
+            rate(tally["first_failed"], tally["first"]), tally["quarantined"])
 
     def _catch_signals(self) -> Dict[int, Any]:
         """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger."""
@@ -2172,15 +2191,13 @@ class Runner:
 
     def _thread(self) -> None:
         try:
-            while True:
-                with self._lock:
-                    job = self._take()
-                if job is None:
-                    return
+            job = self._next()
+            while job is not None:
                 self._perform(job)
+                job = self._next()
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self._lock:
-                self.error = error
+                self._error = error
                 self._stop(str(error), STOPPED)
         finally:
             with self._lock:
@@ -2188,128 +2205,135 @@ class Runner:
                 self._work.notify_all()
                 self._ended.notify_all()
 
-    def _take(self) -> Optional[Job]:
-        """The next call to make, waiting where there is none yet; None when this run makes no more.  Holds the lock."""
-        while not self.reason:
-            now = time.monotonic()
-            until = self._held_until
-            if now >= until:
-                job = self._next_job(now)
-                if job is not None:
-                    if self.options.max_calls is not None and self.tally["calls"] >= self.options.max_calls:
-                        self._stop("--max-calls %d is reached" % self.options.max_calls, STOPPED)
-                        return None
+    def _next(self) -> Optional[Job]:
+        """The next call to make, waiting where there is none yet; None when this run makes no more."""
+        with self._lock:
+            while not self.reason:
+                now = time.monotonic()
+                job = self._due(now) if now >= self._held_until else None
+                if job is not None and self.tally["calls"] == self.options.max_calls:
+                    self._stop("--max-calls %d is reached" % self.options.max_calls, STOPPED)
+                elif job is not None:
                     self.tally["calls"] += 1
                     self._in_flight += 1
                     return job
-                if not self._in_flight and not self._delayed:
-                    if not self._doubtful:
-                        return None
+                elif self._in_flight or self._delayed or now < self._held_until:
+                    until = min((due for due, _ in self._delayed), default=now + 60)
+                    self._work.wait(min(60, max(0.0, until - now, self._held_until - now)))
+                elif self._doubtful:
                     self._settle_doubtful()
-                    continue
-                until = min((due for due, _ in self._delayed), default=now + 60)
-            self._work.wait(max(0.0, min(until - now, 60)))
-        return None
-
-    def _next_job(self, now: float) -> Optional[Job]:
-        if self._ready:
-            return self._ready.popleft()
-        due = min(self._delayed, key=lambda entry: entry[0], default=None)
-        if due is not None and due[0] <= now:
-            self._delayed.remove(due)
-            return due[1]
-        flight = next(self._flights, None)
-        if flight is None:
+                else:
+                    break
             return None
-        self._ready.extend(flight.jobs)
-        return self._ready.popleft()
+
+    def _due(self, now: float) -> Optional[Job]:
+        """A call that may be made now: of a batch begun, repeated after a failure, or of a new batch."""
+        if not self._ready:
+            due = min(self._delayed, key=lambda entry: entry[0], default=None)
+            if due is not None and due[0] <= now:
+                self._delayed.remove(due)
+                return due[1]
+            flight = next(self._flights, None)
+            self._ready.extend(flight.jobs if flight is not None else ())
+        return self._ready.popleft() if self._ready else None
 
     def _perform(self, job: Job) -> None:
-        ask = job[0].asks[job[1]]
+        ask, started = job.ask, time.monotonic()
         prompt = build_prompt(ask.items, self.task)
         extra = self.options.retry_params if ask.attempt > 1 or ask.fallback else {}
-        started = time.monotonic()
         try:
-            came = self.model.call(prompt, extra)
+            reply = as_reply(self.model.call(prompt, extra))
         except CallFailed as failure:
             with self._lock:
                 self._in_flight -= 1
                 self._failed(job, failure)
                 self._work.notify_all()
             return
-        reply = came if isinstance(came, Reply) else Reply(came)
-        verdict = validate(ask.items, reply, self.task, self.options.strict_order)
-        context = {"at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)),
-                   "prompt_sha": hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32], "params": extra}
-        row = attempt_row(ask, reply, verdict, self.task, context)
+        row = self._judged(ask, reply, prompt, round(1000 * (time.monotonic() - started)), extra)
         with self._lock:
             self._in_flight -= 1
             self._strikes = 0
-            if not self.tally["replies"]:
-                self._settle_doubtful()
             self.tally["replies"] += 1
+            self._settle_doubtful()
             self._record(job, row)
             self._work.notify_all()
+
+    def _judged(self, ask: Ask, reply: Reply, prompt: str, ms: int, extra: Mapping[str, Any]) -> Dict[str, Any]:
+        verdict = validate(ask.items, reply, self.task, self.options.strict_order)
+        return attempt_row(ask, reply, verdict, self.task, {
+            "at": timestamp(), "run": self.run_id, "ms": ms, "params": extra,
+            "prompt_sha": hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32]})
 
     # ---- what a call came to; the caller holds the lock ----
 
     def _record(self, job: Job, row: Dict[str, Any]) -> None:
-        """Append the row; then, and only then, let it take effect."""
-        if not self._guarded(lambda: self._ledger.append(row)):
+        """Append the row, let it take effect, and queue the calls that follow."""
+        settled = self._appended(row)
+        if settled is None:
             self.tally["lost"] += 1
             return
-        settled = len(self.state.apply(row))
-        ask, code = job[0].asks[job[1]], row["verdict"]
-        self.tally["answered" if code == "ok" else "quarantined"] += settled
+        ask, code = job.ask, row["verdict"]
+        self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
         self.tally["fallbacks"] += ask.fallback
         if ask.attempt == 1 and not ask.fallback:
             self.tally["first"] += 1
             self.tally["first_failed"] += code != "ok"
-        self._ready.extendleft(reversed(job[0].told(job[1], code)))
+            if code not in HOPELESS | {"ok"} and self.model.params.get("temperature") == 0 and not self.options.retry_params:
+                self._hint("a first attempt at temperature 0 failed, and the second is the same request: a model that is "
+                           "asked the same tends to say the same; try --retry-param temperature=0.7")
+        self._ready.extendleft(reversed(job.flight.told(job.place, code)))
+
+    def _appended(self, row: Dict[str, Any]) -> Optional[List[int]]:
+        """Write a row, and only then let it take effect: the keys it settled.  None, and a stop, when it was not written."""
+        return self.state.apply(row) if self._guarded(lambda ledger: ledger.append(row)) else None
+
+    def _guarded(self, write: Callable[[Ledger], None]) -> bool:
+        """Whether a write to the ledger went through; the run stops when it did not."""
+        assert self._ledger is not None
+        try:
+            write(self._ledger)
+        except OSError as error:
+            self._stop("cannot write the ledger %s: %s" % (self._ledger.path, error.strerror), STOPPED)
+            return False
+        return True
 
     def _failed(self, job: Job, failure: CallFailed) -> None:
         """A call that brought no reply: wait and repeat, leave it for another run, or stop."""
-        ask, now = job[0].asks[job[1]], time.monotonic()
-        wait: Optional[float] = None
         if failure.kind == "rejected" and self.tally["replies"]:
             self._reject(job, failure)
-            return
-        if failure.kind == "retry":
-            job[0].failures[job[1]] += 1
-            held = now < self._held_until
-            self._strikes += not held
-            wait = self._wait(failure)
-            if held and failure.status == 429:
-                self.tally["coalesced"] += 1        # the wait it would report is on the ledger already
-            else:
-                self._note(ask, failure, wait)
-            self._postpone(job, failure, now + wait)
-            return
-        self._note(ask, failure, wait)
-        if failure.kind == "stop":
-            self._stop(failure.detail, STOPPED)
-        else:
+        elif failure.kind == "rejected":
+            self._note(job.ask, failure, None)
             self._doubtful.append((job, failure))
             if len(self._doubtful) >= DOUBTFUL:
                 self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts"
                            % (DOUBTFUL, failure.detail), STOPPED)
-
-    def _wait(self, failure: CallFailed) -> float:
-        """Seconds until the call may be repeated: what the server said, or bounded exponential backoff, with jitter."""
-        if failure.wait is not None:
-            return failure.wait + min(1.0, 0.1 * failure.wait + 0.05) * self._random()      # never earlier than told
-        return float(min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self._strikes - 1)) * (1 - 0.5 * self._random()))
-
-    def _postpone(self, job: Job, failure: CallFailed, due: float) -> None:
-        limit = MAX_STRIKES if self.tally["replies"] else failure.patience
-        if self._strikes >= limit:
-            self._stop("the model failed %d times in a row: %s" % (self._strikes, failure.detail), STOPPED)
-        elif job[0].failures[job[1]] >= MAX_FAILURES and self.tally["replies"]:
-            self.tally["left"] += len(job[0].asks[job[1]].items)
+        elif failure.kind == "stop":
+            self._note(job.ask, failure, None)
+            self._stop(failure.detail, STOPPED)
         else:
+            self._retry(job, failure, time.monotonic())
+
+    def _retry(self, job: Job, failure: CallFailed, now: float) -> None:
+        """Put a call off: for as long as the server says, else for a bounded exponential time, with jitter."""
+        held = now < self._held_until                   # its wait is known: this failure is of the same episode
+        self._strikes += not held
+        job.flight.failures[job.place] += 1
+        if failure.wait is not None:
+            wait = failure.wait + min(1.0, 0.1 * failure.wait + 0.05) * self._random()      # never earlier than told
+        else:
+            wait = min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self._strikes - 1)) * (1 - 0.5 * self._random())
+        if held and failure.status == 429:
+            self.tally["coalesced"] += 1
+        else:
+            self._note(job.ask, failure, wait)
+        if self._strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
+            self._stop("the model failed %d times in a row: %s" % (self._strikes, failure.detail), STOPPED)
+        elif job.flight.failures[job.place] >= MAX_FAILURES and self.tally["replies"]:
+            self.tally["left"] += len(job.ask.items)
+        else:
+            self._delayed.append((now + wait, job))
             if failure.wait is not None or failure.status == 429 or self._strikes > 1:
-                self._held_until = max(self._held_until, due)       # told to one, holds for all
-            self._delayed.append((due, job))
+                self._held_until = max(self._held_until, now + wait)        # told to one, holds for all
 
     def _settle_doubtful(self) -> None:
         """Calls refused before any had succeeded: now it is known that they were refused for their content."""
@@ -2319,34 +2343,30 @@ class Runner:
 
     def _reject(self, job: Job, failure: CallFailed) -> None:
         """The endpoint refused this content: a verdict on the prompt, like any other."""
-        ask = job[0].asks[job[1]]
         reply = Reply(None, REJECTED, failure.detail)
-        context = {"at": timestamp(), "run": self.run_id, "ms": 0, "prompt_sha": hashlib.sha256(
-            build_prompt(ask.items, self.task).encode("utf-8")).hexdigest()[:32]}
-        self._record(job, attempt_row(ask, reply, validate(ask.items, reply, self.task), self.task, context))
+        self._record(job, self._judged(job.ask, reply, build_prompt(job.ask.items, self.task), 0, {}))
 
     def _note(self, ask: Ask, failure: CallFailed, wait: Optional[float]) -> None:
-        row = compact({"event": "failure", "at": timestamp(), "kind": failure.kind, "status": failure.status,
-                       "wait": wait and round(wait, 3), "billed": failure.billed, "coalesced": self.tally["coalesced"] or None,
-                       "batch": ask.ids, "attempt": ask.attempt, "stage": self.task.stage, "task": self.task.fingerprint,
-                       "run": self.run_id, "batch_id": ask.batch_id, "detail": failure.detail[:MAX_KEPT]})
+        """A failure row.  The waits of one episode of 429 are one row; `coalesced` counts those since the last row."""
+        row = {"event": "failure", "at": timestamp(), "kind": failure.kind, "status": failure.status,
+               "wait": wait and round(wait, 3), "billed": failure.billed, "coalesced": self.tally["coalesced"] or None,
+               "batch": ask.ids, "attempt": ask.attempt, "stage": self.task.stage, "task": self.task.fingerprint,
+               "run": self.run_id, "batch_id": ask.batch_id, "detail": failure.detail[:MAX_KEPT]}
         self.tally["coalesced"] = 0
         self.tally["failures"] += 1
-        self._guarded(lambda: self._ledger.append(row))
+        self._appended(compact(row))
 
-    def _guarded(self, write: Callable[[], None]) -> bool:
-        """Whether a write to the ledger went through; the run stops when it did not."""
-        try:
-            write()
-        except OSError as error:
-            self._stop("cannot write the ledger %s: %s" % (self._ledger.path, error.strerror), STOPPED)
-            return False
-        return True
+    def _hint(self, words: str) -> None:
+        """Something the main thread says once."""
+        if words not in self._said:
+            self._said.add(words)
+            self._hints.append(words)
 
     def _stop(self, reason: str, code: int) -> None:
         """Begin no further call.  The first reason stands, but an interrupt always shows in the exit code."""
-        if not self.reason or code == INTERRUPTED:
+        if not self.reason or (code == INTERRUPTED != self.code):
             self.reason, self.code = reason, code
+            self._hint("stopping: %s%s" % (reason, "; waiting for %d calls in flight" % self._in_flight if self._in_flight else ""))
         self._work.notify_all()
 
 
@@ -2439,7 +2459,7 @@ def report(path: str, as_json: bool, out: Callable[[str], None]) -> None:
     groups, damaged, failures = tallies(path)
     if as_json:
         arms = [dict(zip(GROUP, name), **vars(tally)) for name, tally in groups.items()]
-        out(json.dumps({"arms": arms, "failures": failures, "damaged_lines": damaged}, ensure_ascii=False, indent=1))
+        out(json.dumps({"arms": arms, "failures": failures, "damaged_lines": damaged}, indent=1))
         return
     for name, tally in groups.items():
         stage, task, model_string, form, size = name
@@ -2461,7 +2481,8 @@ def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> 
     for line in read_ledger(path):
         row = line.row
         if row is not None and row["event"] == "run":
-            tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
+            with contextlib.suppress(HarnessError):         # a row edited by hand; audit's business
+                tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
         elif row is not None and row["event"] == "attempt":
             answered[row["task"]] += len(row.get("answers", ()))
     fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
@@ -2521,7 +2542,7 @@ def write_jsonl(rows: Iterable[Dict[str, Any]], file: IO[bytes]) -> None:
         file.write(('{"row": %d, "id": %s, %s\n' % (row["row"], row["id"], row_text(rest)[1:])).encode("utf-8"))
 
 
-FORMULA = tuple("=+-@\t\r'\uff1d\uff0b\uff0d\uff20")       # what a spreadsheet runs, and the mark itself
+FORMULA = tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20")       # what a spreadsheet runs, and the mark itself
 
 
 def csv_cell(value: Any, raw: bool = False) -> str:
@@ -2542,27 +2563,25 @@ def csv_cell(value: Any, raw: bool = False) -> str:
 def write_csv(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
     """A header and one line per row; an answer of several fields has one column for each."""
     import csv
-    import io
     fields = [] if task.bare else list(task.fields)
-    columns = [c for column in EXPORT_COLUMNS for c in
-               ([("answer." if f in EXPORT_COLUMNS else "") + f for f in fields] if column == "answer" and fields else [column])]
-    text = io.TextIOWrapper(file, "utf-8", newline="", write_through=True)
+    prefix = "answer." if set(fields) & set(EXPORT_COLUMNS) else ""
+    columns = [name for column in EXPORT_COLUMNS for name in (
+        [prefix + field for field in fields] if column == "answer" and fields else [column])]
+    text = io.TextIOWrapper(file, "utf-8", errors="backslashreplace", newline="", write_through=True)
     writer = csv.writer(text, lineterminator="\r\n")
-    writer.writerow(columns)
+    writer.writerow([csv_cell(column, raw) for column in columns])
     for row in rows:
-        answer = [row["answer"]] if not fields else [(row["answer"] or {}).get(field) for field in fields]
-        cells = dict(row, id=json.loads(row["id"]) if row["id"].startswith('"') else None)
-        values = [v for column in EXPORT_COLUMNS for v in (answer if column == "answer" else [cells[column]])]
-        printed = [csv_cell(value, raw) for value in values]
-        if cells["id"] is None and row["id"] != "null":
-            printed[1] = row["id"]                      # a number, as it was spelled
-        writer.writerow(printed)
+        answer = row["answer"] if isinstance(row["answer"], dict) else {}
+        found = dict(row, **{prefix + field: answer.get(field) for field in fields})
+        cells = {column: csv_cell(found[column], raw) for column in columns if column != "id"}
+        cells["id"] = csv_cell(json.loads(row["id"]), raw) if row["id"][0] in 'n"' else row["id"]      # a number as spelled
+        writer.writerow([cells[column] for column in columns])
     text.flush()
     text.detach()
 
 
-def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: bool, stdout: IO[bytes]) -> Counter[str]:
-    """Write an export and count its rows by status.  The file appears whole or not at all."""
+def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: bool) -> Counter[str]:
+    """Write an export and count its rows by status.  A file appears whole or not at all."""
     tally: Counter[str] = collections.Counter()
 
     def counted() -> Iterator[Dict[str, Any]]:
@@ -2570,22 +2589,28 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
             tally[row["status"]] += 1
             yield row
     if output == "-":
-        write_jsonl(counted(), stdout)
+        if sys.stdout is None:
+            raise HarnessError("standard output is closed; name a file with --output")
+        write_jsonl(counted(), sys.stdout.buffer)
+        sys.stdout.flush()
         return tally
-    partial = "%s.%d.part" % (output, os.getpid())
+    target = os.path.realpath(output)
+    whole = os.path.isfile(target) or not os.path.exists(target)        # no device, no pipe
+    partial = "%s.%d.part" % (target, os.getpid()) if whole else target
     try:
         with open(partial, "wb") as file:
             if output.endswith(".csv"):
                 write_csv(counted(), file, task, raw_csv)
             else:
                 write_jsonl(counted(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, output)
+        if whole:
+            os.replace(partial, target)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise HarnessError("cannot write %s: %s; check --output" % (output, error.strerror))
     finally:
-        if os.path.exists(partial):
+        if whole and os.path.exists(partial):
             os.remove(partial)
     return tally
 
@@ -2610,7 +2635,7 @@ def positive(text: str) -> int:
 
 def seconds(text: str) -> float:
     """A duration in seconds, for argparse: "90", "90s", "15m", "2h"."""
-    match = re.match(r"(\d+(?:\.\d+)?)([smh]?)\Z", text)
+    match = re.match(r"(\d{1,7}(?:\.\d+)?)([smh]?)\Z", text)
     if match is None or not float(match.group(1)):
         raise argparse.ArgumentTypeError("%r is not a duration such as 90s, 15m or 2h" % text)
     return float(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[match.group(2)]
@@ -2718,11 +2743,10 @@ def input_spec(options: argparse.Namespace) -> InputSpec:
     template = None
     if options.template is not None:
         template = RowTemplate(options.template)
-        try:
-            if not template.names():
-                raise ValueError("it uses no field")
-        except ValueError as error:
-            raise HarnessError("--template: %s; write $name or ${any name}" % error)
+        found = list(template.pattern.finditer(options.template))
+        if any(match.group("invalid") is not None for match in found) or not any(
+                match.group("named") or match.group("braced") for match in found):
+            raise HarnessError("--template names no field, or holds a $ that names none; write $name, ${any name} or $$")
     table = options.table and 'SELECT * FROM "%s"' % options.table.replace('"', '""')
     return InputSpec(options.input, options.input_format, options.text_field or "text", options.id_field, template,
                      options.query or table)
@@ -2785,14 +2809,21 @@ def command_run(options: argparse.Namespace, say: Callable[[str], None], out: Ca
                                  options.timeout), task)
     if os.path.realpath(options.ledger) == os.path.realpath(options.input):
         raise HarnessError("--ledger and --input name one file; name another ledger")
-    source, state = Source(input_spec(options)), State(task)
+    with contextlib.closing(Source(input_spec(options))) as source:
+        return run_source(source, task, model, options, say, out)
+
+
+def run_source(source: Source, task: Task, model: Model, options: argparse.Namespace, say: Callable[[str], None],
+               out: Callable[[str], None]) -> int:
+    """The two passes over the input, and the ledger between them."""
+    state = State(task)
     frozen = frozen_input(source, state, options)           # before the ledger is made: bad input leaves no trace
     if options.dry_run:
         for line in read_ledger(options.ledger) if os.path.exists(options.ledger) else ():
             if line.row is not None:
                 state.apply(line.row)
         check_collision(source, state, options.id_length)
-        return dry_run(Runner(source, task, model, None, state, run_options(options, model), options.id_length), frozen, out)
+        return dry_run(Runner(source, task, model, state, run_options(options, model), options.id_length), frozen, out)
     ledger = Ledger(options.ledger)
     try:
         ledger.replay(state)
@@ -2800,8 +2831,8 @@ def command_run(options: argparse.Namespace, say: Callable[[str], None], out: Ca
         check_demo(state, model)
         for note in ledger_notes(ledger, state):
             say(note)
-        runner = Runner(source, task, model, ledger, state, run_options(options, model), options.id_length)
-        return finish(runner, frozen, options, say, out)
+        runner = Runner(source, task, model, state, run_options(options, model), options.id_length)
+        return finish(runner, ledger, frozen, options, say, out)
     finally:
         ledger.close()
 
@@ -2849,14 +2880,14 @@ def dry_run(runner: Runner, frozen: Frozen, out: Callable[[str], None]) -> int:
     """Show the first prompt, the counts and the calls to expect; nothing is called and nothing written."""
     summary, flight = outlook(runner, frozen), runner.first_flight()
     if flight is not None:
-        out(build_prompt(flight.asks[flight.jobs[0][1]].items, runner.task))
+        out(build_prompt(flight.jobs[0].ask.items, runner.task))
         out("")
     out(summary)
     out("dry run: nothing was called" if flight is not None else "dry run: nothing is pending")
     return DONE
 
 
-def finish(runner: Runner, frozen: Frozen, options: argparse.Namespace, say: Callable[[str], None],
+def finish(runner: Runner, ledger: Ledger, frozen: Frozen, options: argparse.Namespace, say: Callable[[str], None],
            out: Callable[[str], None]) -> int:
     """Run to the end, say how it ended and what to type next; the exit code."""
     say(outlook(runner, frozen))
@@ -2869,7 +2900,7 @@ def finish(runner: Runner, frozen: Frozen, options: argparse.Namespace, say: Cal
               "policy": runner.options.policy._asdict(), "order": options.order, "workers": runner.options.workers,
               "input": runner.source.name, **frozen._asdict(), "harness": __version__,
               "python": "%d.%d.%d" % sys.version_info[:3]}
-    runner.run(header, say)
+    runner.run(ledger, header, say)
     state, tally = runner.state, runner.tally
     answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
     if not tally["calls"]:
@@ -2912,13 +2943,15 @@ def closing(runner: Runner, quarantined: int, options: argparse.Namespace, out: 
     return code or (QUARANTINED_LEFT if quarantined else DONE)
 
 
-def command_export(options: argparse.Namespace, say: Callable[[str], None], stdout: IO[bytes]) -> int:
+def command_export(options: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Join the answers to the input, in its order."""
-    source = Source(input_spec(options))
     if os.path.realpath(options.output) in map(os.path.realpath, (options.input, options.ledger)):
         raise HarnessError("--output names the input or the ledger; name another file")
     task = ledger_task(options.ledger, options.stage, options.fingerprint)
-    tally = export(exported(source, task, options.ledger, options.id_length), options.output, task, options.raw_csv, stdout)
+    with contextlib.closing(Source(input_spec(options))) as source:
+        if not options.skip_bad:
+            collections.deque(good_rows(source.rows(), source.name, False), maxlen=0)       # refuses bad rows
+        tally = export(exported(source, task, options.ledger, options.id_length), options.output, task, options.raw_csv)
     say("%d rows to %s: %s" % (sum(tally.values()), "standard output" if options.output == "-" else options.output,
                                counts(tally) or "none"))
     return DONE
@@ -2944,7 +2977,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if options.command == "run":
             return command_run(options, say, out)
         if options.command == "export":
-            return command_export(options, say, sys.stdout.buffer)
+            return command_export(options, say)
         report(options.ledger, options.json, out)
         return DONE
     except HarnessError as error:
