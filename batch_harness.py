@@ -2392,6 +2392,8 @@ class Speaker:
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.closed = stream, stream is None
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
 
     def __call__(self, text: str) -> None:
         """Print one text; a stream that fails is not used again."""
@@ -2400,6 +2402,15 @@ class Speaker:
                 print(re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text), file=self._stream, flush=True)
             except (OSError, ValueError):
                 self.closed = True
+
+    def finish(self) -> None:
+        """Keep the interpreter's last flush from failing on a stream that was closed."""
+        try:
+            if self._stream is not None:
+                self._stream.flush()
+        except (OSError, ValueError):
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
 
 def timestamp() -> str:
@@ -2625,8 +2636,6 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
                 write_jsonl(counted(), file)
         if whole:
             os.replace(partial, target)
-    except BrokenPipeError:
-        raise
     except OSError as error:
         raise HarnessError("cannot write %s: %s; check --output" % (output, error.strerror))
     finally:
@@ -2639,134 +2648,111 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
 # COMMAND LINE.  Checks what a person typed, before any call; turns every error into one line and an exit code.
 # ====================================================================================================================
 
+LEDGER = os.path.join("runs", "ledger.jsonl")
+
+
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are HarnessErrors."""
 
     def error(self, message: str) -> Any:
+        """What argparse calls when the words make no sense."""
         raise HarnessError("%s; see %s --help" % (message, self.prog))
 
 
-def positive(text: str) -> int:
-    """A whole number from 1, for argparse."""
-    if not re.match(r"[0-9]{1,9}\Z", text) or int(text) < 1:
-        raise argparse.ArgumentTypeError("%r is not a whole number from 1" % text)
-    return int(text)
+def checked(pattern: str, convert: Callable[[str], Any], words: str) -> Callable[[str], Any]:
+    """A type for argparse: what matches the whole pattern, converted; else a refusal in these words."""
+    def parse(text: str) -> Any:
+        try:
+            if re.match("(?:%s)\\Z" % pattern, text, re.S):
+                return convert(text)
+        except (ValueError, RecursionError):
+            pass
+        raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
+    return parse
 
 
-def seconds(text: str) -> float:
-    """A duration in seconds, for argparse: "90", "90s", "15m", "2h"."""
-    match = re.match(r"(\d{1,7}(?:\.\d+)?)([smh]?)\Z", text)
-    if match is None or not float(match.group(1)):
-        raise argparse.ArgumentTypeError("%r is not a duration such as 90s, 15m or 2h" % text)
-    return float(match.group(1)) * {"": 1, "s": 1, "m": 60, "h": 3600}[match.group(2)]
-
-
-def id_length(text: str) -> int:
-    """A number of hex digits, for argparse."""
-    if not re.match(r"[0-9]{2}\Z", text) or not ID_LENGTH <= int(text) <= 32:
-        raise argparse.ArgumentTypeError("%r is not a number from %d to 32" % (text, ID_LENGTH))
-    return int(text)
-
-
-def parameter(text: str) -> Tuple[str, Any]:
-    """NAME=JSON, for argparse."""
-    name, equals, value = text.partition("=")
-    try:
-        parsed = REPLY_JSON.decode(value)
-    except (ValueError, RecursionError):
-        equals = ""
-    if not equals or not name.strip():
-        raise argparse.ArgumentTypeError("%r is not NAME=JSON, such as temperature=0.7 or stop=[\"x\"]" % text)
-    if name in ("messages", "model", "stream"):
-        raise argparse.ArgumentTypeError("%s is set by the program" % name)
-    return name, parsed
+POSITIVE = checked("0*[1-9][0-9]{0,8}", int, "a whole number from 1")
+DIGITS = checked("1[2-9]|2[0-9]|3[0-2]", int, "a number from 12 to 32")
+SECONDS = checked(r"(?=.*[1-9])\d{1,7}(\.\d+)?[smh]?", lambda text: float(text.rstrip("smh")) * {"m": 60, "h": 3600}.get(text[-1], 1),
+                  "a duration such as 90s, 15m or 2h")
+PARAMETER = checked(r"(?!(messages|model|stream)=)[^=\s]+=.*", lambda text: (text.split("=")[0], REPLY_JSON.decode(text.split("=", 1)[1])),
+                    'NAME=JSON, such as temperature=0.7 or stop=["x"] (messages, model and stream are set by the program)')
 
 
 def parser() -> Parser:
     """The command line."""
     top = Parser(prog="batch_harness", allow_abbrev=False, description="Ask a language model about many short texts, and keep "
                  "only answers that prove whose they are. Without a command: run.",
-                 epilog="Each command has its own --help. Exit codes: " + "; ".join("%d %s" % e for e in EXITS.items()))
+                 epilog="Each command has its own --help. Exit codes: " + "; ".join("%d %s" % entry for entry in EXITS.items()))
     top.add_argument("--version", action="version", version="batch_harness " + __version__)
     commands = top.add_subparsers(dest="command", metavar="{run,report,export}", parser_class=Parser)
     run = commands.add_parser("run", help="ask about every item that has no answer yet", allow_abbrev=False)
-    _add_input(run)
-    task = run.add_argument_group("task")
-    task.add_argument("--instruction", metavar="TEXT", help="what to say of each text")
-    task.add_argument("--labels", metavar="A,B,C", help="the closed list of answers")
-    task.add_argument("--stage", metavar="NAME", help="name of this pass (default main)")
-    task.add_argument("--task", metavar="FILE.json", help="instruction, fields, rubric version and stage in a file")
-    _add_model(run)
-    _add_policy(run)
-    reporter = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
-    reporter.add_argument("--ledger", default=LEDGER, metavar="FILE")
-    reporter.add_argument("--json", action="store_true", help="as data")
-    exporter = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
-    _add_input(exporter)
-    exporter.add_argument("--ledger", default=LEDGER, metavar="FILE")
-    exporter.add_argument("--output", default="-", metavar="FILE", help=".csv for CSV, else JSONL (default: standard output)")
-    exporter.add_argument("--raw-csv", action="store_true", help="leave cells that a spreadsheet would run as they are")
-    exporter.add_argument("--stage", metavar="NAME", help="whose answers, where the ledger holds several tasks")
-    exporter.add_argument("--fingerprint", metavar="HEX", help="whose answers, by the task's fingerprint")
+    report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
+    export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
+    for command in (run, report_, export_):
+        command.add_argument("--ledger", default=LEDGER, metavar="FILE", help="default " + LEDGER)
+    for command in (run, export_):
+        _add_input(command.add_argument_group("input").add_argument)
+    _add_task_and_model(run.add_argument_group("task and model").add_argument)
+    _add_policy(run.add_argument_group("batches and policy").add_argument)
+    report_.add_argument("--json", action="store_true", help="as data")
+    export_.add_argument("--output", default="-", metavar="FILE", help=".csv for CSV, else JSONL (default: standard output)")
+    export_.add_argument("--raw-csv", action="store_true", help="leave cells that a spreadsheet would run as they are")
+    export_.add_argument("--stage", metavar="NAME", help="whose answers, where the ledger holds several tasks")
+    export_.add_argument("--fingerprint", metavar="HEX", help="whose answers, by the task's fingerprint")
     return top
 
 
-LEDGER = os.path.join("runs", "ledger.jsonl")
+def _add_input(add: Callable[..., Any]) -> None:
+    add("--input", required=True, metavar="FILE", help="JSONL, CSV, TSV, text or SQLite, also gzipped; - for standard input")
+    add("--input-format", choices=sorted(READERS), help="default: by the file's ending")
+    add("--text-field", metavar="NAME", help="field or column of the text (default text)")
+    add("--id-field", metavar="NAME", help="field of your own key (default id, where there is one)")
+    add("--template", metavar="TEXT", help="text made of fields: '$title: ${long name}'")
+    add("--table", metavar="NAME", help="table of an SQLite file")
+    add("--query", metavar="SQL", help="query on an SQLite file")
+    add("--skip-bad", action="store_true", help="go on without bad rows")
+    add("--id-length", type=DIGITS, default=ID_LENGTH, metavar="N", help="hex digits of an id (default 12)")
 
 
-def _add_input(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("input")
-    group.add_argument("--input", required=True, metavar="FILE", help="JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin")
-    group.add_argument("--input-format", choices=sorted(set(FORMATS.values())), help="default: by the file's ending")
-    group.add_argument("--text-field", metavar="NAME", help="field or column of the text (default text)")
-    group.add_argument("--id-field", metavar="NAME", help="field of your own key (default id, where there is one)")
-    group.add_argument("--template", metavar="TEXT", help="text made of fields: '$title: ${long name}'")
-    group.add_argument("--table", metavar="NAME", help="table of an SQLite file")
-    group.add_argument("--query", metavar="SQL", help="query on an SQLite file")
-    group.add_argument("--skip-bad", action="store_true", help="go on without bad rows")
-    group.add_argument("--id-length", type=id_length, default=ID_LENGTH, metavar="N", help="hex digits of an id (default 12)")
+def _add_task_and_model(add: Callable[..., Any]) -> None:
+    add("--instruction", metavar="TEXT", help="what to say of each text")
+    add("--labels", metavar="A,B,C", help="the closed list of answers")
+    add("--stage", metavar="NAME", help="name of this pass (default main)")
+    add("--task", metavar="FILE.json", help="instruction, fields, rubric version and stage in a file")
+    add("--model", metavar="PROVIDER:NAME", help=CHOICES)
+    add("--base-url", metavar="URL", help="of an endpoint of OpenAI's form, with its /v1")
+    add("--api-key-env", metavar="NAME", help="variable that holds the key")
+    add("--param", type=PARAMETER, action="append", default=[], metavar="NAME=JSON", help="add to each request")
+    add("--timeout", type=SECONDS, default=300.0, metavar="DURATION", help="for one call (default 300s)")
+    add("--workers", type=POSITIVE, metavar="N", help="calls in flight (default 4; 1 for a model on this machine)")
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("model")
-    group.add_argument("--model", metavar="PROVIDER:NAME", help=CHOICES)
-    group.add_argument("--base-url", metavar="URL", help="of an endpoint of OpenAI's form, with its /v1")
-    group.add_argument("--api-key-env", metavar="NAME", help="variable that holds the key")
-    group.add_argument("--param", type=parameter, action="append", default=[], metavar="NAME=JSON", help="add to each request")
-    group.add_argument("--timeout", type=seconds, default=300.0, metavar="DURATION", help="for one call (default 300s)")
-    group.add_argument("--workers", type=positive, metavar="N", help="calls in flight (default 4; 1 on this machine)")
-
-
-def _add_policy(command: argparse.ArgumentParser) -> None:
-    group = command.add_argument_group("batches and policy")
-    group.add_argument("--ledger", default=LEDGER, metavar="FILE", help="default " + LEDGER)
-    group.add_argument("--batch-size", type=positive, default=1, metavar="N", help="items a prompt (default 1)")
-    group.add_argument("--batch-chars", type=positive, metavar="N", help="characters of text a prompt, at most")
-    group.add_argument("--order", choices=("set", "strict"), default="set", help="strict: place i must hold id i")
-    group.add_argument("--attempts", type=positive, default=2, metavar="N", help="how often a batch is asked (default 2)")
-    group.add_argument("--on-failure", choices=("single", "split", "exclude"), default="single", help="what follows")
-    group.add_argument("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
-    group.add_argument("--retry-param", type=parameter, action="append", default=[], metavar="NAME=JSON",
-                       help="change the request from the second attempt on")
-    group.add_argument("--limit", type=positive, metavar="N", help="ask at most N items now")
-    group.add_argument("--max-calls", type=positive, metavar="N", help="make at most N calls now")
-    group.add_argument("--deadline", type=seconds, metavar="DURATION", help="begin no call after this time")
-    group.add_argument("--dry-run", action="store_true", help="show the first prompt and the counts; call nothing")
+def _add_policy(add: Callable[..., Any]) -> None:
+    add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
+    add("--batch-chars", type=POSITIVE, metavar="N", help="characters of text a prompt, at most")
+    add("--order", choices=("set", "strict"), default="set", help="strict: place i must hold id i")
+    add("--attempts", type=POSITIVE, default=2, metavar="N", help="how often a batch is asked (default 2)")
+    add("--on-failure", choices=("single", "split", "exclude"), default="single", help="what follows (default single)")
+    add("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
+    add("--retry-param", type=PARAMETER, action="append", default=[], metavar="NAME=JSON",
+        help="change the request from the second attempt on")
+    add("--limit", type=POSITIVE, metavar="N", help="ask at most N items now")
+    add("--max-calls", type=POSITIVE, metavar="N", help="make at most N calls now")
+    add("--deadline", type=SECONDS, metavar="DURATION", help="begin no call after this time")
+    add("--dry-run", action="store_true", help="show the first prompt and the counts; call nothing")
 
 
 def input_spec(options: argparse.Namespace) -> InputSpec:
     """What to read, from the options; HarnessError where two of them contradict."""
-    if options.template is not None and options.text_field is not None:
-        raise HarnessError("--template and --text-field both say what the text is; give one of them")
-    if options.table is not None and options.query is not None:
-        raise HarnessError("--table and --query both say what to read; give one of them")
-    template = None
-    if options.template is not None:
-        template = RowTemplate(options.template)
-        found = list(template.pattern.finditer(options.template))
-        if any(match.group("invalid") is not None for match in found) or not any(
-                match.group("named") or match.group("braced") for match in found):
-            raise HarnessError("--template names no field, or holds a $ that names none; write $name, ${any name} or $$")
+    for one, other in (("template", "text_field"), ("table", "query")):
+        if getattr(options, one) is not None and getattr(options, other) is not None:
+            raise HarnessError("--%s and --%s say the same thing twice; give one of them" % (one, other.replace("_", "-")))
+    template = None if options.template is None else RowTemplate(options.template)
+    found = list(template.pattern.finditer(template.template)) if template is not None else []
+    if template is not None and (any(match.group("invalid") is not None for match in found) or not any(
+            match.group("named") or match.group("braced") for match in found)):
+        raise HarnessError("--template names no field, or holds a $ that names none; write $name, ${any name} or $$")
     table = options.table and 'SELECT * FROM "%s"' % options.table.replace('"', '""')
     return InputSpec(options.input, options.input_format, options.text_field or "text", options.id_field, template,
                      options.query or table)
@@ -2774,41 +2760,30 @@ def input_spec(options: argparse.Namespace) -> InputSpec:
 
 def chosen_task(options: argparse.Namespace) -> Task:
     """The task, from the options."""
+    given = {name: getattr(options, name) for name in ("instruction", "stage") if getattr(options, name) is not None}
     if options.task is not None:
-        if options.instruction is not None or options.labels is not None or options.stage is not None:
+        if given or options.labels is not None:
             raise HarnessError("--task FILE holds instruction, labels and stage; leave the options out")
         return load_task(options.task)
-    document: Dict[str, Any] = {}
-    if options.instruction is not None:
-        document["instruction"] = options.instruction
-    if options.stage is not None:
-        document["stage"] = options.stage
     if options.labels is not None:
         labels = [label.strip() for label in options.labels.split(",")]
         if "" in labels or len(set(labels)) != len(labels):
             raise HarnessError("--labels %s has a blank or repeated label; write --labels a,b,c" % shown(options.labels))
-        document["fields"] = {"answer": {"enum": labels}}
-    return load_task(document)
-
-
-def run_options(options: argparse.Namespace, model: Model) -> RunOptions:
-    """How to run, from the options."""
-    return RunOptions(options.batch_size, options.batch_chars, Policy(options.attempts, options.on_failure),
-                      options.order == "strict", dict(options.retry_param), options.retry_quarantined,
-                      options.workers or model.workers, options.limit, options.max_calls, options.deadline)
+        given["fields"] = {"answer": {"enum": labels}}
+    return load_task(given)
 
 
 def frozen_input(source: Source, state: State, options: argparse.Namespace) -> Frozen:
     """The first pass: mark every text of the input; HarnessError for bad rows and for two texts under one id."""
-    total = [0]
+    total: Counter[str] = collections.Counter()
 
     def counted() -> Iterator[Row]:
         for row in source.rows():
-            total[0] += 1
+            total["rows"] += 1
             yield row
     rows, items = state.freeze(good_rows(counted(), source.name, options.skip_bad))
     check_collision(source, state, options.id_length)
-    return Frozen(rows, items, total[0] - rows, state.digest(options.id_length))
+    return Frozen(rows, items, total["rows"] - rows, state.digest(options.id_length))
 
 
 def check_collision(source: Source, state: State, length: int) -> None:
@@ -2823,48 +2798,86 @@ def check_collision(source: Source, state: State, length: int) -> None:
 
 
 def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
-    """Freeze, ask what is pending, and say what came of it."""
+    """Freeze the input, ask what is pending, and say what came of it."""
     task = chosen_task(options)
-    model = open_model(ModelSpec(options.model, options.base_url, options.api_key_env, dict(options.param),
-                                 options.timeout), task)
-    if os.path.realpath(options.ledger) == os.path.realpath(options.input):
-        raise HarnessError("--ledger and --input name one file; name another ledger")
-    with contextlib.closing(Source(input_spec(options))) as source:
-        return run_source(source, task, model, options, say, out)
-
-
-def run_source(source: Source, task: Task, model: Model, options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
-    """The two passes over the input, and the ledger between them."""
-    state = State(task)
-    frozen = frozen_input(source, state, options)           # before the ledger is made: bad input leaves no trace
-    if options.dry_run:
-        for line in read_ledger(options.ledger) if os.path.exists(options.ledger) else ():
-            if line.row is not None:
-                state.apply(line.row)
+    model = open_model(ModelSpec(options.model, options.base_url, options.api_key_env, dict(options.param), options.timeout), task)
+    if os.path.realpath(options.ledger) in map(os.path.realpath, filter(None, (options.input, options.task))):
+        raise HarnessError("--ledger names the --input or --task file; name another ledger")
+    plans = RunOptions(options.batch_size, options.batch_chars, Policy(options.attempts, options.on_failure),
+                       options.order == "strict", dict(options.retry_param), options.retry_quarantined,
+                       options.workers or model.workers, options.limit, options.max_calls, options.deadline)
+    with contextlib.ExitStack() as stack:
+        source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task)
+        frozen = frozen_input(source, state, options)           # before the ledger is made: bad input leaves no trace
+        ledger = None
+        if not options.dry_run:
+            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
+            ledger.replay(state)
+        elif os.path.exists(options.ledger):
+            for line in read_ledger(options.ledger):
+                state.apply(line.row or {"event": ""})
         check_collision(source, state, options.id_length)
-        return dry_run(Runner(source, task, model, state, run_options(options, model), options.id_length), frozen, out)
-    ledger = Ledger(options.ledger)
-    try:
-        ledger.replay(state)
-        check_collision(source, state, options.id_length)
-        check_demo(state, model)
-        for note in ledger_notes(ledger, state):
-            say(note)
-        runner = Runner(source, task, model, state, run_options(options, model), options.id_length)
-        return finish(runner, ledger, frozen, options, say, out)
-    finally:
-        ledger.close()
+        demo = model.name.split(":")[0] == "demo"
+        if state.demo is not None and state.demo is not demo:
+            raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
+                               % (("demo", model.name, "real") if state.demo else ("real", model.name, "demo")))
+        runner = Runner(source, task, model, state, plans, options.id_length)
+        return dry_run(runner, frozen, out) if ledger is None else ask_all(runner, ledger, frozen, options, say, out)
 
 
-def check_demo(state: State, model: Model) -> None:
-    """HarnessError when demo answers and real ones would meet on one ledger."""
-    demo = model.name.split(":")[0] == "demo"
-    if state.demo is not None and state.demo is not demo:
-        raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
-                           % (("demo", model.name, "real") if state.demo else ("real", model.name, "demo")))
+def outlook(runner: Runner, frozen: Frozen) -> str:
+    """Rows, items, what is pending, and the calls to expect."""
+    options, answered, quarantined = runner.options, runner.state.count(ANSWERED), runner.state.count(QUARANTINED)
+    pending = frozen.items - answered - quarantined
+    asked = min(options.limit or frozen.items, pending + quarantined * options.retry_quarantined)
+    calls = -(-asked // options.batch_size)
+    most = calls * options.policy.attempts
+    if options.batch_size > 1 and options.policy.on_failure != "exclude":
+        most += asked * (1 if options.policy.on_failure == "single" else 2)
+    runner.tally["pending"] = asked
+    return ("%d rows, %d items%s: %d answered, %d quarantined, %d pending\n"
+            "at batch size %d: about %d calls if every reply is good, at most %d; texts go to %s" % (
+                frozen.rows, frozen.items, " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else "", answered,
+                quarantined, pending, options.batch_size, calls, most, runner.model.host))
 
 
-def ledger_notes(ledger: Ledger, state: State) -> Iterator[str]:
+def dry_run(runner: Runner, frozen: Frozen, out: Speaker) -> int:
+    """Show the first prompt, the counts and the calls to expect; nothing is called and nothing written."""
+    summary, flight = outlook(runner, frozen), runner.first_flight()
+    if flight is not None:
+        out(build_prompt(flight.jobs[0].ask.items, runner.task) + "\n")
+    out(summary)
+    out("dry run: nothing was called" if flight is not None else "dry run: nothing is pending")
+    return DONE
+
+
+def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Run to the end, and say how it ended and what to type next; the exit code."""
+    state, tally, task = runner.state, runner.tally, runner.task
+    for note in notes_on(ledger, state):
+        say(note)
+    say(outlook(runner, frozen))
+    if options.instruction is None and options.task is None:
+        say("no --instruction given; asking: " + task.instruction)
+    asked = runner.options._asdict()
+    runner.run(ledger, {
+        "model": runner.model.name, "host": runner.model.host, "stage": task.stage, "fingerprint": task.fingerprint,
+        "task": task.document(), "form": task.form, "params": runner.model.params, **asked, "policy": asked["policy"]._asdict(),
+        "input": runner.source.name, **frozen._asdict(), "harness": __version__, "python": sys.version.split()[0]}, say)
+    answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
+    standing = "%d of %d items answered, %d quarantined" % (answered, frozen.items, quarantined)
+    if tally["calls"]:
+        out("%s, %d pending" % (standing, frozen.items - answered - quarantined))
+        out("this run: %d calls, first passes ok %s, %d fallback calls, %d calls without a reply" % (
+            tally["calls"], rate(tally["first"] - tally["first_failed"], tally["first"]), tally["fallbacks"], tally["failures"]))
+    elif not runner.stopped:
+        others = ["%s at size %d" % by for by in state.answered_by if by != (runner.model.name, options.batch_size)]
+        out("nothing to do: " + standing + ("; answered by %s. Another model or size reopens nothing: to ask afresh, name another "
+                                            "--ledger" % ", ".join(others) if others else ""))
+    return closing_words(runner, quarantined, options, out)
+
+
+def notes_on(ledger: Ledger, state: State) -> Iterator[str]:
     """What a person should know about a ledger before a run goes on with it."""
     if ledger.damaged:
         yield "%s: %d damaged lines skipped (%s); what they held is asked again" % (
@@ -2877,88 +2890,21 @@ def ledger_notes(ledger: Ledger, state: State) -> Iterator[str]:
                 answers, stage, fingerprint, state.task.fingerprint)
 
 
-def outlook(runner: Runner, frozen: Frozen) -> str:
-    """Rows, items, what is pending, and the calls to expect."""
-    state, options = runner.state, runner.options
-    answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
-    pending = frozen.items - answered - quarantined
-    asked = pending + (quarantined if options.retry_quarantined else 0)
-    if options.limit is not None:
-        asked = min(asked, options.limit)
-    calls = -(-asked // options.batch_size)
-    most = calls * options.policy.attempts + (0 if options.batch_size == 1 or options.policy.on_failure == "exclude" else
-                                              asked if options.policy.on_failure == "single" else 2 * asked)
-    runner.tally["pending"] = asked
-    return ("%d rows, %d items%s: %d answered, %d quarantined, %d pending\n"
-            "at batch size %d: about %d calls if every reply is good, at most %d; texts go to %s" % (
-                frozen.rows, frozen.items, " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else "", answered,
-                quarantined, pending, options.batch_size, calls, most, runner.model.host))
-
-
-def dry_run(runner: Runner, frozen: Frozen, out: Speaker) -> int:
-    """Show the first prompt, the counts and the calls to expect; nothing is called and nothing written."""
-    summary, flight = outlook(runner, frozen), runner.first_flight()
-    if flight is not None:
-        out(build_prompt(flight.jobs[0].ask.items, runner.task))
-        out("")
-    out(summary)
-    out("dry run: nothing was called" if flight is not None else "dry run: nothing is pending")
-    return DONE
-
-
-def finish(runner: Runner, ledger: Ledger, frozen: Frozen, options: argparse.Namespace, say: Speaker,
-           out: Speaker) -> int:
-    """Run to the end, say how it ended and what to type next; the exit code."""
-    say(outlook(runner, frozen))
-    if options.instruction is None and options.task is None:
-        say("no --instruction given; asking: %s" % runner.task.instruction)
-    header = {"model": runner.model.name, "host": runner.model.host, "stage": runner.task.stage,
-              "fingerprint": runner.task.fingerprint, "task": runner.task.document(), "form": runner.task.form,
-              "params": runner.model.params, "retry_params": runner.options.retry_params,
-              "batch_size": runner.options.batch_size, "batch_chars": runner.options.batch_chars,
-              "policy": runner.options.policy._asdict(), "order": options.order, "workers": runner.options.workers,
-              "input": runner.source.name, **frozen._asdict(), "harness": __version__,
-              "python": "%d.%d.%d" % sys.version_info[:3]}
-    runner.run(ledger, header, say)
-    state, tally = runner.state, runner.tally
-    answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
-    if not tally["calls"]:
-        out("nothing to do: %d of %d items answered, %d quarantined%s" % (
-            answered, frozen.items, quarantined, elsewhere(state, options)))
-    else:
-        out("%d of %d items answered, %d quarantined, %d pending" % (
-            answered, frozen.items, quarantined, frozen.items - answered - quarantined))
-        out("this run: %d calls, first passes ok %s, %d fallback calls, %d calls without a reply" % (
-            tally["calls"], rate(tally["first"] - tally["first_failed"], tally["first"]), tally["fallbacks"],
-            tally["failures"]))
-    return closing(runner, quarantined, options, out)
-
-
-def elsewhere(state: State, options: argparse.Namespace) -> str:
-    """Who answered, where that is not the model and size named now."""
-    by = [name for name in state.answered_by if name != (options.model, options.batch_size)]
-    if not by:
-        return ""
-    return "; answered by %s. Another model or size reopens nothing: to ask afresh, name another --ledger" % ", ".join(
-        "%s at size %d" % name for name in by)
-
-
-def closing(runner: Runner, quarantined: int, options: argparse.Namespace, out: Speaker) -> int:
+def closing_words(runner: Runner, quarantined: int, options: argparse.Namespace, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
-    tally, ledger, code = runner.tally, options.ledger, runner.code
+    tally, code, reason = runner.tally, runner.code, runner.reason
     if tally["unfrozen"]:
-        out("the input changed while it was read: %d rows that were not there at first were not asked; run again"
-            % tally["unfrozen"])
+        out("the input changed while it was read: %d rows that were not there at first were not asked; run again" % tally["unfrozen"])
     if tally["lost"]:
         out("%d replies could not be written to the ledger; their calls are made again" % tally["lost"])
     if tally["left"] and not code:
-        runner.reason, code = "%d items got no reply after %d tries" % (tally["left"], MAX_FAILURES), STOPPED
-    if runner.reason:
-        out("stopped early: %s; run the same command again to go on" % runner.reason)
+        reason, code = "%d items got no reply after %d tries" % (tally["left"], MAX_FAILURES), STOPPED
+    if reason:
+        out("stopped early: %s; run the same command again to go on" % reason)
     elif quarantined:
-        out("quarantined items stay out of later runs; see `report --ledger %s`, then --retry-quarantined" % ledger)
+        out("quarantined items stay out of later runs; see `report --ledger %s`, then --retry-quarantined" % options.ledger)
     if not code:
-        out("next: python3 batch_harness.py export --ledger %s --input %s --output answers.csv" % (ledger, options.input))
+        out("next: python3 batch_harness.py export --ledger %s --input %s --output answers.csv" % (options.ledger, options.input))
     return code or (QUARANTINED_LEFT if quarantined else DONE)
 
 
@@ -2981,9 +2927,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] not in ("run", "report", "export", "-h", "--help", "--version"):
         words.insert(0, "run")
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
         options = parser().parse_args(words)
@@ -2994,30 +2937,17 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         report(options.ledger, options.json, out)
         return DONE
     except HarnessError as error:
-        for line in error.lines:
+        for line in (*error.lines, "batch_harness: %s" % error):
             say(line)
-        say("batch_harness: %s" % error)
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        return STOPPED
-    except OSError as error:
+    except OSError as error:            # a closed pipe, a disk that failed: what was answered is on the ledger
         say("batch_harness: %s; nothing on the ledger is lost, run the same command again" % error)
         return STOPPED
     finally:
-        quiet_streams()
-
-
-def quiet_streams() -> None:
-    """Keep the interpreter's last flush from failing on a stream that was closed."""
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        for speaker in (say, out):
+            speaker.finish()
 
 
 if __name__ == "__main__":
