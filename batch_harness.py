@@ -490,15 +490,16 @@ class Source:
 
 
 def good_rows(rows: Iterable[Row], name: str, skip_bad: bool) -> Iterator[Row]:
-    """The rows without the bad ones; unless skip_bad, HarnessError at the end names the first 20 bad lines."""
-    bad, count = [], 0      # type: List[str], int
+    """The rows without the bad ones; HarnessError at the end, unless skip_bad and any is good, names 20 bad lines."""
+    bad, count, good = [], 0, 0     # type: List[str], int, int
     for row in rows:
         if row.error is None:
+            good += 1
             yield row
         else:
             count += 1
             bad += ["%s:%d: %s" % (name, row.line, row.error)] * (count <= MAX_REPORTED)
-    if count and not skip_bad:
+    if count and not (skip_bad and good):
         first = " (the first %d are shown)" % MAX_REPORTED if count > MAX_REPORTED else ""
         raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
                            % (count, "s" * (count > 1), name, first), lines=bad)
@@ -691,7 +692,7 @@ def broken_rule(schema: Any, value: Any) -> Optional[str]:
     for word, argument in schema.items():
         _, _, judged, obeyed = RULES[word]
         if (judged is None or TYPES[judged](value)) and not obeyed(argument, value):
-            return word
+            return str(word)
     return None
 
 
@@ -776,8 +777,9 @@ class Reply(NamedTuple):
 def as_reply(raw: Any) -> Reply:
     """What a model function returned, as a Reply whose members are of the kinds they should be, or None."""
     text, *members = raw if isinstance(raw, Reply) else Reply(raw)
-    return Reply(text, *(member if isinstance(member, kind) and member != "" and not isinstance(member, bool) else None
-                         for member, kind in zip(members, (str, str, str, int, int, str))))
+    kinds = (str, str, str, int, int, str)
+    sound: List[Any] = [member if type(member) is kind else None for member, kind in zip(members, kinds)]
+    return Reply(text, *(None if member == "" else member for member in sound))
 
 
 class Verdict(NamedTuple):
@@ -793,7 +795,11 @@ class Verdict(NamedTuple):
 
 
 class _Refused(Exception):
-    """Leaves the validation of a reply: the verdict's code and detail and, where ids differ, missing and extra."""
+    """Leaves the validation of a reply with the verdict's members."""
+
+    def __init__(self, code: str, detail: str, missing: Sequence[str] = (), extra: Sequence[str] = ()) -> None:
+        super().__init__(code)
+        self.code, self.detail, self.missing, self.extra = code, detail, tuple(missing), tuple(extra)
 
 
 def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = DEFAULT,
@@ -815,8 +821,7 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
             raise _Refused("order_mismatch", "the ids came back in the order " + ", ".join(by_id))
         answers = {name: _answer(name, by_id[name], task) for name in ids}
     except _Refused as refused:
-        code, detail, *ids_amiss = refused.args
-        return Verdict(code, {}, *map(tuple, ids_amiss), detail=detail, normalised=tuple(notes))
+        return Verdict(refused.code, {}, refused.missing, refused.extra, refused.detail, tuple(notes))
     return Verdict("ok", answers, normalised=tuple(notes), reordered=reordered)
 
 
@@ -834,7 +839,7 @@ def _json_of(reply: Reply, notes: List[str]) -> Any:
     try:
         return _unwrapped(reply.text, notes)
     except _Refused as refused:
-        raise _Refused("truncated", "finish: %s; %s" % (reply.finish, refused.args[1])) if cut else refused
+        raise _Refused("truncated", "finish: %s; %s" % (reply.finish, refused.detail)) if cut else refused
 
 
 FENCE = re.compile(r"(`{3,9}|~{3,9})[^\S\n]*(?:\w+[^\S\n]*)?\n(.*)\1\Z", re.S)    # one, around the whole text
@@ -922,7 +927,7 @@ def _by_id(elements: List[Dict[str, Any]], ids: List[str], notes: List[str]) -> 
 
 def _id_of(element: Dict[str, Any], place: int, notes: List[str]) -> str:
     """The id an element names: a string stripped and lowercased, or an integer's own digits.  Nothing else."""
-    named = element.get("id")
+    named: Any = element.get("id")
     if type(named) not in (str, int):
         raise _Refused("missing_id", "element %d has no id" % place if "id" not in element else
                        "the id of element %d is %s" % (place, kind_of(named)))
@@ -1258,7 +1263,8 @@ class State:
     def freeze(self, rows: Iterable[Row]) -> Tuple[int, int]:
         """Mark the texts of the input, and count (rows, items).  Equal texts are one item."""
         count = 0
-        for count, row in enumerate(rows, 1):
+        for row in rows:
+            count += 1
             key = key_of(text_digest(row.text))
             self.status[key] = self.status.get(key, 0) | FROZEN
         return count, self.count(FROZEN)
@@ -1416,8 +1422,9 @@ def open_model(options: argparse.Namespace, task: Task) -> Model:
     if provider in ("cmd", "py"):
         if not name:
             raise HarnessError("--model %s names nothing to run; choose %s" % (asked, CHOICES))
-        if params or options.base_url or options.api_key_env:
-            raise HarnessError("--param, --base-url and --api-key-env mean nothing to %s:; leave them out" % provider)
+        if params or options.retry_param or options.base_url or options.api_key_env:
+            raise HarnessError("--param, --retry-param, --base-url and --api-key-env mean nothing to %s:; "
+                               "leave them out" % provider)
         if provider == "cmd":
             return Model(asked, "this machine", command_model(name, options.timeout))
         return Model(asked, "this machine", function_model(name), workers=1)
@@ -1433,7 +1440,8 @@ def open_model(options: argparse.Namespace, task: Task) -> Model:
     endpoint = ChatEndpoint(url or home, key, {"model": name, **params}, options.timeout)
     if not re.match(r"[\x21-\x7e]*\Z", key):
         raise HarnessError("the key in %s holds characters that no header can carry; set it again" % variable)
-    if not key and (options.api_key_env or (provider == "openai" and not endpoint.loopback)):
+    needed = options.api_key_env or (provider == "openai" and not endpoint.loopback)
+    if needed and not key and not options.dry_run:
         raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (endpoint.host, variable))
     return Model(asked, endpoint.host, endpoint, params, 1 if endpoint.loopback else 4)
 
@@ -1493,8 +1501,10 @@ class ChatEndpoint:
         self.host = "%s://%s%s" % (url.scheme, url.netloc, path)
         self._target = path + "/chat/completions" + ("?" + url.query if url.query else "")
         self.loopback = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
-        self._secrets = spellings([key, *re.split("[&=]", url.query)])
-        self._proxy, login = (None, {}) if self.loopback else proxy_for(url.scheme, url.hostname)
+        secrets = [key, *re.split("[&=]", url.query)]
+        # In a reply's text only a long key is looked for: a short one may be an honest word.
+        self._secret, self._long_secret = secret_pattern(secrets, 3), secret_pattern(secrets, 16)
+        self._proxy, login = proxy_for(url.scheme, "" if self.loopback else url.hostname)
         self._headers = {"Content-Type": "application/json", "User-Agent": "batch_harness/" + __version__}
         self._headers.update({"Authorization": "Bearer " + key} if key else {})
         if self._tls:
@@ -1520,17 +1530,11 @@ class ChatEndpoint:
                 raise CallFailed("retry", detail, status=status, patience=3, billed=True)
             reply = chat_reply(document, text, headers.get("x-request-id"))
         except CallFailed as failure:
-            failure.detail = self._redacted(failure.detail)
+            failure.detail = self._secret.sub("***", failure.detail)
             raise failure
-        # In the text only a long key is looked for: a short one may be an honest word.
-        return reply._replace(text=self._redacted(reply.text, 16), refusal=self._redacted(reply.refusal),
-                              request_id=self._redacted(reply.request_id))
-
-    def _redacted(self, text: Any, shortest: int = 3) -> Any:
-        for secret in self._secrets:
-            if text and len(secret) >= shortest:
-                text = text.replace(secret, "***")
-        return text
+        words = {name: getattr(reply, name) for name in ("refusal", "model_string", "request_id")}
+        hidden: Dict[str, Any] = {name: word and self._secret.sub("***", word) for name, word in words.items()}
+        return reply._replace(text=reply.text and self._long_secret.sub("***", reply.text), **hidden)
 
     def _post(self, data: bytes) -> Tuple[int, Any, bytes]:
         """Status, headers and body of one request, all within the time of one call."""
@@ -1556,7 +1560,7 @@ class ChatEndpoint:
 
         def response_class(sock: Any, *rest: Any, **named: Any) -> Any:
             readers.append(TimedReader(sock, deadline))
-            return self._http.HTTPResponse(readers[-1], *rest, **named)  # type: ignore[arg-type]
+            return self._http.HTTPResponse(readers[-1], *rest, **named)
         connection.response_class = response_class
         connection.request("POST", self._target, data, self._headers)
         response = connection.getresponse()
@@ -1603,16 +1607,16 @@ class ChatEndpoint:
                           billed=not unreached)
 
 
-def spellings(secrets: Iterable[str]) -> List[str]:
-    """Every way in which a server may repeat a secret: as it is, or URL-encoded; the longest first."""
+def secret_pattern(secrets: Iterable[str], shortest: int) -> Any:
+    """A pattern of secrets of some length as a server may repeat them: each character as it is, or URL-encoded."""
     import urllib.parse
-    found: Set[str] = set()
-    for secret in secrets:
-        plain = urllib.parse.unquote(secret)
-        quoted = [urllib.parse.quote(plain), urllib.parse.quote(plain, safe=""), urllib.parse.quote_plus(plain)]
-        lower = [re.sub("%..", lambda match: match.group().lower(), word) for word in quoted]
-        found.update([secret, plain, *quoted, *lower])
-    return sorted(filter(None, found), key=len, reverse=True)
+    words = {word for secret in secrets for word in (secret, urllib.parse.unquote(secret)) if len(word) >= shortest}
+
+    def spelled(char: str) -> str:
+        encoded = "".join("%%%02x" % byte for byte in char.encode("utf-8"))
+        return char if char.isalnum() else "(?:%s|(?i:%s))" % (re.escape(char), encoded)
+    longest_first = sorted(words, key=len, reverse=True)
+    return re.compile("|".join("".join(map(spelled, word)) for word in longest_first) or "(?!)")
 
 
 def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
@@ -1620,7 +1624,7 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
     import base64
     import urllib.parse
     import urllib.request
-    through = "" if urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme, "")
+    through = "" if not host or urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme, "")
     if not through:
         return None, {}
     proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme)
@@ -1639,8 +1643,8 @@ def classify(status: int, document: Any, text: str, wait: Optional[float], sent:
     members = error if isinstance(error, dict) else {}
     code, kind, param = (str(members.get(name) or "") for name in ("code", "type", "param"))
     detail = "HTTP %d: %s" % (status, str(members.get("message") or error or text)[:MAX_KEPT])
-    places = members.get("detail") if isinstance(members.get("detail"), list) else []
-    locs = [entry.get("loc") for entry in places if isinstance(entry, dict)]
+    places: Any = members.get("detail")
+    locs = [entry.get("loc") for entry in places if isinstance(entry, dict)] if isinstance(places, list) else []
     blamed = {re.split(r"[.\[]", param)[0]} | {str(loc[1]) for loc in locs if isinstance(loc, list) and len(loc) > 1}
     if {code, kind} & NO_MONEY:
         return CallFailed("stop", detail + "; no money or quota is left: mend that first", status=status)
@@ -1904,6 +1908,9 @@ class Runner:
     def _items(self) -> Iterator[Item]:
         """The frozen items of the input, each once, until --limit of those to be asked have been read."""
         left = self.options.limit or math.inf
+        settled = self.state.count(ANSWERED if self.options.retry_quarantined else ANSWERED | QUARANTINED)
+        if settled == self.state.count(FROZEN):         # nothing is pending: no second pass
+            return
         for row in self.source.rows():
             if row.error is None:
                 item = Item(row.text, row.key, self.options.id_length)
@@ -2115,7 +2122,7 @@ class Runner:
             self.tally["lost"] += 1
             return
         self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
-        self.tally["fallbacks"] += ask.fallback
+        self.tally.update({"fallbacks": int(ask.fallback), "verdict " + code: 1})
         if ask.attempt == 1 and not ask.fallback:
             self.tally["first"] += 1
             self.tally["first_failed"] += code != "ok"
@@ -2211,7 +2218,8 @@ class Runner:
         if not self.code or (code == INTERRUPTED != self.code):
             self.code, self.reason = code, reason
             waiting = "; waiting for %d calls in flight" % self._in_flight if self._in_flight else ""
-            self._hint("stopping: %s%s" % (reason, waiting))
+            if waiting:
+                self._hint("stopping: %s%s" % (reason, waiting))
         self._work.notify_all()
 
 
@@ -2255,13 +2263,14 @@ def add_row(tally: Counter[str], row: Mapping[str, Any]) -> None:
     """Count one attempt row.  Rates by size count full batches only, and never fallbacks."""
     accepted, full = row["verdict"] == "ok", not row["fallback"] and len(row["batch"]) == row["size"]
     first, known = row["attempt"] == 1, "tokens_in" in row and "tokens_out" in row
-    tally.update({
+    counted_here = {
         "calls": 1, "fallbacks": row["fallback"], "reordered": bool(row.get("reordered")),
         "answered": len(row["batch"]) * accepted, "quarantined": len(row.get("quarantined", ())),
         "tokens_in": known and row["tokens_in"], "tokens_out": known and row["tokens_out"], "tokens_unknown": not known,
         "first": full and first, "first_ok": full and first and accepted,
         "retried": full and not first, "rescued": full and not first and accepted,
-        "verdict " + row["verdict"]: 1, **{"normalised " + note: 1 for note in row.get("normalised", ())}})
+        "verdict " + row["verdict"]: 1, **{"normalised " + note: 1 for note in row.get("normalised", ())}}
+    tally.update({name: int(count) for name, count in counted_here.items()})
 
 
 def tally_lines(tally: Counter[str]) -> Iterator[str]:
@@ -2269,7 +2278,7 @@ def tally_lines(tally: Counter[str]) -> Iterator[str]:
     calls, unknown = tally["calls"], tally["tokens_unknown"]
     known = "%d in, %d out in %d calls" % (tally["tokens_in"], tally["tokens_out"], calls - unknown)
     tokens = [known] * (calls > unknown) + ["unknown for %d of %d calls" % (unknown, calls)] * (unknown > 0)
-    for row in (("calls", calls), ("first pass ok", rate(tally["first_ok"], tally["first"])),
+    for row in (("calls", calls), ("first pass ok", rate(tally["first_ok"], tally["first"]) + " full batches"),
                 ("rescued by retry", rate(tally["rescued"], tally["retried"])), ("fallback calls", tally["fallbacks"]),
                 ("items answered", tally["answered"]), ("items quarantined", tally["quarantined"]),
                 ("tokens", ", ".join(tokens)), ("reordered replies", tally["reordered"]),
@@ -2301,15 +2310,18 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     """Print what a ledger's calls came to by GROUP, the failures by kind, and which lines are damaged."""
     groups: Dict[Tuple[Any, ...], Counter[str]] = collections.defaultdict(collections.Counter)
     failures: Counter[str] = collections.Counter()
-    damaged: List[int] = []
+    damaged, rows = [], 0  # type: List[int], int
     for line in read_ledger(options.ledger):
         row = line.row
+        rows += row is not None
         if row is None:
             damaged.append(line.number)
         elif row["event"] == "attempt":
             add_row(groups[tuple(row.get(name) for name in GROUP)], row)
         elif row["event"] == "failure":
             failures[str(row.get("status") or row.get("kind"))] += ("batch" in row) + row.get("coalesced", 0)
+    if damaged and not rows:
+        raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % options.ledger)
     if options.json:
         arms = [{**dict(zip(GROUP, name)), **{word: count for word, count in tally.items() if " " not in word},
                  "verdicts": part_of(tally, "verdict "), "normalised": part_of(tally, "normalised ")}
@@ -2342,8 +2354,9 @@ def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> 
             answered[row["task"]] += len(row.get("answers", ()))
     fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
     if len(fitting) != 1:
-        named = ["%s (stage %s, %d answers)" % (name, t.stage, answered[name]) for name, t in tasks.items()]
-        raise HarnessError("%s task of %s fits; it holds %s: choose with --fingerprint"
+        named = ["%s (stage %s, %d answers, %s)" % (name, t.stage, answered[name], shown(t.instruction, 40))
+                 for name, t in tasks.items()]
+        raise HarnessError("%s task of %s fits; it holds %s: choose with --stage or --fingerprint"
                            % ("more than one" if fitting else "no", path, ", ".join(named) or "no run"))
     return fitting[0]
 
@@ -2442,6 +2455,8 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
         return
     target = os.path.realpath(output)
     whole = os.path.isfile(target) or not os.path.exists(target)        # no device, no pipe
+    if whole and not output.endswith((".csv", ".jsonl", ".ndjson", ".json")):
+        raise HarnessError("the ending of %s names no format; write a .csv or .jsonl file with --output" % output)
     partial = "%s.%d.part" % (target, os.getpid()) if whole else target
     try:
         with open(partial, "wb") as file:
@@ -2578,8 +2593,9 @@ def chosen_task(options: argparse.Namespace) -> Task:
         return load_task(options.task)
     if options.labels is not None:
         labels = [label.strip() for label in options.labels.split(",")]
-        if "" in labels or len(set(labels)) != len(labels):
-            raise HarnessError("--labels %s has a blank or repeated one; write --labels a,b,c" % shown(options.labels))
+        if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
+            raise HarnessError("--labels %s is a single label, or one is blank or repeated; write --labels a,b,c with "
+                               "plain commas" % shown(options.labels))
         given["fields"] = {"answer": {"enum": labels}}
     return load_task(given)
 
@@ -2634,10 +2650,11 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
     options, answered, quarantined = runner.options, runner.state.count(ANSWERED), runner.state.count(QUARANTINED)
     pending = frozen.items - answered - quarantined
     asked = min(options.limit or frozen.items, pending + quarantined * options.retry_quarantined)
-    calls = -(-asked // options.batch_size)
+    alone = min(asked, quarantined) if options.retry_quarantined else 0         # each in a call of its own
+    calls = alone + -(-(asked - alone) // options.batch_size)
     most = calls * options.attempts
     if options.batch_size > 1:
-        most += asked * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
+        most += (asked - alone) * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
     runner.tally["pending"] = asked
     skipped = " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else ""
     return ("%d rows, %d items%s: %d answered, %d quarantined, %d pending\n"
@@ -2676,15 +2693,19 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         out("this run: %d calls, first passes ok %s, %d fallback calls, %d calls without a reply" % (
             tally["calls"], first_ok, tally["fallbacks"], tally["failures"]))
     elif not runner.code:
-        others = ["%s at size %d" % by for by in state.answered_by if by != (model.name, options.batch_size)]
+        by = ["%s at size %d" % name for name in state.answered_by]
         words = "; answered by %s. Another model or size reopens nothing: to ask afresh, name another --ledger"
-        out("nothing to do: " + standing + (words % ", ".join(others) if others else ""))
-    return closing_words(runner, quarantined, out)
+        same = set(state.answered_by) <= {(model.name, options.batch_size)}
+        out("nothing to do: " + standing + ("" if same else words % ", ".join(by)))
+    return closing_words(runner, answered, quarantined, out)
 
 
-def closing_words(runner: Runner, quarantined: int, out: Speaker) -> int:
+def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
+    refused = {word: count for word, count in part_of(tally, "verdict ").items() if word != "ok"}
+    if refused:
+        out("replies that were not accepted: " + counts(refused))
     if tally["unfrozen"]:
         out("the input changed: %d rows that were not there at first were not asked; run again" % tally["unfrozen"])
     if tally["lost"]:
@@ -2692,14 +2713,27 @@ def closing_words(runner: Runner, quarantined: int, out: Speaker) -> int:
     if tally["left"] and not code:
         reason, code = "%d items got no reply after %d tries" % (tally["left"], MAX_FAILURES), STOPPED
     if code:
-        out("stopped early: %s; run the same command again to go on" % reason)
+        out("stopped early: %s; then run the same command again to go on" % reason)
         return code
     if quarantined:
         out("quarantined items stay out of later runs; see `report --ledger %s`, then --retry-quarantined"
             % options.ledger)
-    out("next: python3 batch_harness.py export --ledger %s --input %s --output answers.csv"
-        % (options.ledger, options.input))
+    if answered and options.input != "-":
+        out("next: " + export_command(options, runner.task.fingerprint if runner.state.other_tasks else None))
     return QUARANTINED_LEFT if quarantined else DONE
+
+
+def export_command(options: argparse.Namespace, fingerprint: Optional[str]) -> str:
+    """The command that exports what this run answered, as one would type it."""
+    import shlex
+    words = ["python3", "batch_harness.py", "export", "--ledger", options.ledger]
+    for name in ("input", "input_format", "text_field", "id_field", "template", "table", "query"):
+        if getattr(options, name) is not None:
+            words += ["--" + name.replace("_", "-"), getattr(options, name)]
+    words += ["--skip-bad"] * options.skip_bad
+    words += ["--id-length", str(options.id_length)] * (options.id_length != ID_LENGTH)
+    words += ["--fingerprint", fingerprint] if fingerprint else []
+    return " ".join(map(shlex.quote, [*words, "--output", "answers.csv"]))
 
 
 def command_export(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
@@ -2715,13 +2749,15 @@ def command_export(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
         export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
     target = "standard output" if options.output == "-" else options.output
     say("%d rows to %s: %s" % (sum(tally.values()), target, counts(tally)))
+    if not tally["answered"] and not tally["quarantined"]:
+        say("no text of this input has an answer on %s; check --ledger, --input and --text-field" % options.ledger)
     return DONE
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command line; the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0] not in ("run", "report", "export", "-h", "--help", "--version"):
+    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         words.insert(0, "run")
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
@@ -2734,7 +2770,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return error.code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except OSError as error:            # a closed pipe, a disk that failed: what was answered is on the ledger
+    except BrokenPipeError:             # whoever read the export has seen enough
+        return STOPPED
+    except OSError as error:            # a disk that failed: what was answered is on the ledger
         say("batch_harness: %s; nothing on the ledger is lost, run the same command again" % error)
         return STOPPED
     finally:

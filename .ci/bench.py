@@ -1,4 +1,4 @@
-"""Speed as ratios within one run: appending rows to the ledger, and rerunning a finished ledger, against the bare floor.
+"""Speed as ratios within one run, against the bare floor: ledger appends, and the rerun of a finished ledger.
 
     python3 .ci/bench.py [ITEMS]
 """

@@ -1,4 +1,4 @@
-"""The public JSON Schema suite, where it lies beside the checkout: tests whose schemas use only keywords that are checked."""
+"""The public JSON Schema suite, where it lies beside the checkout: tests of schemas whose keywords are all checked."""
 import glob
 import json
 import os
