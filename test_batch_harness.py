@@ -40,6 +40,7 @@ PROGRAM = os.path.join(HERE, "batch_harness.py")
 SAMPLE = os.path.join(HERE, "sample_items.jsonl")
 SEED = int(os.environ.get("BATCH_HARNESS_SEED") or random.SystemRandom().randrange(10 ** 9))
 LABELS = bh.load_task({"instruction": "Good or bad?", "fields": {"answer": {"enum": ["good", "bad"]}}})
+MARK = "876.%d" % os.getpid()       # a time to sleep by which a child of this process is known
 KEY = "sk-test-FAKEKEY-0123456789"
 
 
@@ -83,6 +84,7 @@ class Case(unittest.TestCase):
         return err
 
     def process(self, *argv, **options):
+        options.setdefault("preexec_fn", usual_signals if os.name == "posix" else None)
         return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdout=subprocess.PIPE,
                                 stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, **options)
 
@@ -100,6 +102,12 @@ class Case(unittest.TestCase):
                 return
             time.sleep(0.01)
         self.fail("waited 15 s for " + what)
+
+
+def usual_signals():
+    """In a child: what a background job or nohup made this process ignore, it heeds."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def made(count, prefix="text number"):
@@ -1844,13 +1852,13 @@ class Models(EndpointCase):
     @unittest.skipUnless(os.path.isdir("/proc/self"), "looks for processes in /proc")
     def test_a_command_that_outlives_its_time_leaves_no_process(self):
         self.items_file(1)
-        for command in ("sleep 987.5 & wait", "sleep 987.5 &"):
+        for command in ("sleep %s & wait" % MARK, "sleep %s &" % MARK):
             started = time.monotonic()
             code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command, "--timeout", "0.3")
             self.assertEqual(code, 3, out + err)
             self.assertLess(time.monotonic() - started, 10)
             time.sleep(0.1)
-            left = [pid for pid in os.listdir("/proc") if pid.isdigit() and b"987.5" in self.cmdline(pid)]
+            left = [pid for pid in os.listdir("/proc") if pid.isdigit() and MARK.encode() in self.cmdline(pid)]
             self.assertEqual(left, [])
 
     def cmdline(self, pid):
@@ -2017,7 +2025,7 @@ class Runs(EndpointCase):
     @unittest.skipUnless(os.path.isdir("/proc/self"), "looks for processes in /proc")
     def test_two_interrupts_leave_no_command_behind(self):
         self.items_file(8)
-        run = self.process("--input", "items.jsonl", "--model", "cmd:touch begun; sleep 876.5; echo", "--workers", "4")
+        run = self.process("--input", "items.jsonl", "--model", "cmd:touch begun; sleep %s; echo" % MARK, "--workers", "4")
         self.wait_for(lambda: os.path.exists("begun"), "the first command")
         run.send_signal(signal.SIGINT)
         time.sleep(0.3)
@@ -2028,7 +2036,7 @@ class Runs(EndpointCase):
         left = []
         for pid in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError), open("/proc/%s/cmdline" % pid, "rb") as file:
-                left += [pid] if b"876.5" in file.read() else []
+                left += [pid] if MARK.encode() in file.read() else []
         self.assertEqual(left, [])
 
     @unittest.skipUnless(hasattr(os, "openpty"), "needs a terminal")
@@ -2037,7 +2045,7 @@ class Runs(EndpointCase):
         server = self.serve(lambda prompt, n: (time.sleep(0.1), completion(reply_to_prompt(prompt)))[1])
         master, slave = os.openpty()
         run = subprocess.Popen([sys.executable, PROGRAM, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base, "--workers", "4",
-                                "--param", "temperature=0"], stdin=slave, stdout=slave, stderr=slave)
+                                "--param", "temperature=0"], stdin=slave, stdout=slave, stderr=slave, preexec_fn=usual_signals)
         os.close(slave)
         self.wait_for(lambda: len(server.requests) > 6, "some calls")
         os.close(master)
