@@ -26,7 +26,7 @@ Invariants, each shown by tests:
     4. The ledger is only appended to, one whole line at a time, before a row's effect is visible.
     5. A rerun of a finished ledger makes no call and changes no byte.
     6. The model string in a row is what the endpoint said, or null: never what was asked for.
-    7. A call that brought no reply is not a verdict on an item.
+    7. A call that brought no reply is not a verdict on an item (the endpoint's refusal of a content is a reply).
     8. Nothing is guessed: no position, no prefix, no edit distance.
 
 Exit codes: 0 done; 1 finished, some items quarantined; 2 usage or bad input, nothing called; 3 stopped early by the
@@ -102,14 +102,14 @@ REFUSED_FINISHES = frozenset({"content_filter", "refusal"})
 FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource"})     # the endpoint broke off: no reply
 REJECTED = "rejected"                                           # our own finish: the endpoint refused the prompt
 
+DONE, QUARANTINED_LEFT, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
 EXITS: Dict[int, str] = {
-    0: "all that was asked is done (also when --limit was reached, or there was nothing to do)",
-    1: "finished, some items quarantined",
-    2: "usage or bad input; nothing was called",
-    3: "stopped early: endpoint, budget or deadline",
-    130: "interrupted",
+    DONE: "all that was asked is done (also when --limit was reached, or there was nothing to do)",
+    QUARANTINED_LEFT: "finished, some items quarantined",
+    USAGE: "usage or bad input; nothing was called",
+    STOPPED: "stopped early: endpoint, budget or deadline",
+    INTERRUPTED: "interrupted",
 }
-DONE, QUARANTINED_LEFT, USAGE, STOPPED, INTERRUPTED = EXITS
 
 PROMPT_FORM = 1                 # raised whenever build_prompt's wording changes: it is part of a task's fingerprint
 MAX_DEPTH = 64                  # of JSON in replies and tasks: deeper than any honest one, far from Python's own limit
@@ -119,19 +119,19 @@ MAX_KEPT = 500                  # characters of an endpoint's words that are sho
 
 
 # ====================================================================================================================
-# ERRORS.  Two kinds: what a person must mend, and a call that brought no reply.  Everything else is a value.
+# ERRORS.  What a person must mend, and a call that brought no reply.  A bad row and a bad reply are values.
 # ====================================================================================================================
 
 class HarnessError(Exception):
     """Something a person must mend: what happened; what to do.  `lines`, one for each bad row, come before it."""
 
-    def __init__(self, message: str, code: int = USAGE, lines: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.code, self.lines = code, lines
+        self.lines = lines
 
 
 class CallFailed(Exception):
-    """A call that brought no reply.  It says nothing about any item (invariant 7).
+    """A call that brought no reply.  It says nothing about any item (invariant 7), unless its content was refused.
 
     kind      'retry': wait, then the same call; 'rejected': this content is refused; 'stop': no call can succeed
     wait      seconds the server asked for, or None
@@ -147,8 +147,8 @@ class CallFailed(Exception):
 
 
 # ====================================================================================================================
-# ITEMS.  What is asked about.  An id is a function of the text alone; equal texts are one item.  Readers stream, and
-# what is wrong with a row is a value; only Source opens a file.
+# ITEMS.  What is asked about.  An id is a function of the text alone; equal texts are one item.  Readers stream; what
+# is wrong with a row is a value, what is wrong with a whole file a HarnessError.  Only Source opens a file.
 # ====================================================================================================================
 
 ID_LENGTH = 12                  # hex digits: two of 20 million texts collide with probability one half (2 ** 48 ids)
@@ -296,7 +296,8 @@ def read_csv(lines: Iterable[bytes], delimiter: str = ",") -> Iterator[Record]:
     first = next(source, "")
     named = re.match(r"(?i)\"?sep=([^\r\n\"])\"?\s*\Z", first)
     delimiter, rest = (named.group(1), source) if named else (delimiter, itertools.chain([first], source))
-    reader, header = csv.reader(rest, delimiter=delimiter, strict=True), []  # type: Any, List[str]
+    reader = csv.reader(rest, delimiter=delimiter, strict=True)
+    header: List[str] = []
     while True:
         line = reader.line_num + (2 if named else 1)
         try:
@@ -406,7 +407,7 @@ READERS: Dict[str, Callable[[Iterable[bytes]], Iterator[Record]]] = {
 
 
 class Source:
-    """An input that can be read twice as a stream.  What can be read once only, and tables, are spooled to disk."""
+    """An input that can be read twice, one pass after the other.  What can be read only once is spooled, and tables."""
 
     def __init__(self, spec: InputSpec) -> None:
         self.spec = spec
@@ -490,15 +491,17 @@ class Source:
 
 
 def good_rows(rows: Iterable[Row], name: str, skip_bad: bool) -> Iterator[Row]:
-    """The rows without the bad ones; HarnessError at the end, unless skip_bad and any is good, names 20 bad lines."""
-    bad, count, good = [], 0, 0     # type: List[str], int, int
+    """Yield the good rows; then HarnessError names the first bad lines, unless skip_bad and any row was good."""
+    bad: List[str] = []
+    count = good = 0
     for row in rows:
         if row.error is None:
             good += 1
             yield row
         else:
             count += 1
-            bad += ["%s:%d: %s" % (name, row.line, row.error)] * (count <= MAX_REPORTED)
+            if count <= MAX_REPORTED:
+                bad.append("%s:%d: %s" % (name, row.line, row.error))
     if count and not (skip_bad and good):
         first = " (the first %d are shown)" % MAX_REPORTED if count > MAX_REPORTED else ""
         raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
@@ -559,14 +562,17 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     except (TypeError, ValueError, RecursionError) as error:
         name = "task" if isinstance(path_or_dict, Mapping) else "the task %s" % path_or_dict
         raise HarnessError("%s: not a plain JSON object: %s; mend it" % (name, error))
-    if SURROGATE.search(written) or "\\u0000" in written or too_deep(members) or form not in ("list", "keyed"):
+    if form not in ("list", "keyed"):
+        raise HarnessError("task: the reply form is %s; it is list or keyed" % shown(form))
+    if SURROGATE.search(written) or re.search(r"(?<!\\)(\\\\)*\\u0000", written) or too_deep(members):
         raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; mend it" % MAX_DEPTH)
     for name, value in members.items():
         if name not in TASK_MEMBERS:
             raise HarnessError("task: unknown member %s; a task has %s" % (shown(name), ", ".join(TASK_MEMBERS)))
         if not TASK_MEMBERS[name][1](value):
             raise HarnessError("task: %s is %s; give %s" % (name, shown(value), TASK_MEMBERS[name][0]))
-    stage, instruction, version, fields = map(members.get, TASK_MEMBERS)
+    stage, instruction, fields = members["stage"], members["instruction"], members["fields"]
+    version = members.get("rubric_version")
     _check_fields(fields)
     # A schema's members in another order are the same task; fields in another order are not: the prompt shows them so.
     schemas = [[name, _sorted_json(schema)] for name, schema in fields.items()]
@@ -682,7 +688,7 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
 
 
 def broken_rule(schema: Any, value: Any) -> Optional[str]:
-    """The first keyword of a JSON Schema (draft 2020-12) that the value breaks, or None.  Pure; never raises.
+    """The first keyword that the value breaks of a JSON Schema that check_schema has accepted, or None.  Pure.
 
     >>> broken_rule({"type": "integer", "minimum": 0}, -1)
     'minimum'
@@ -804,7 +810,7 @@ class _Refused(Exception):
 
 def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = DEFAULT,
              strict_order: bool = False) -> Verdict:
-    """Judge a reply to a prompt of these items.  Pure; never raises.
+    """Judge a reply to a prompt of these items, whose ids must be distinct.  Pure; never raises.
 
     >>> item = Item("It works.")
     >>> validate([item], '[{"id": "%s", "answer": "pleased"}]' % item.id).answers == {item.id: "pleased"}
@@ -815,6 +821,8 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     ids = [item.id for item in items]
     notes: List[str] = []
     try:
+        if len(set(ids)) < len(ids):
+            raise _Refused("duplicate_ids", "two of the items that were sent share an id")
         by_id = _by_id(_elements(_json_of(as_reply(raw), notes), task, len(ids), notes), ids, notes)
         reordered = list(by_id) != ids
         if reordered and strict_order:
@@ -853,11 +861,15 @@ def _inside_fence(text: str) -> Optional[str]:
 def _unwrapped(text: str, notes: List[str]) -> Any:
     """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names.
 
-    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.
+    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.  A reasoning
+    block ends in </think>; its opening tag is often part of the prompt's template and not of the reply.
     """
     body = text.strip()
     bare = body.strip("\ufeff").strip()
-    notes += ["white_space"] * (body != text) + ["bom"] * (bare != body)
+    if body != text:
+        notes.append("white_space")
+    if bare != body:
+        notes.append("bom")
     end = re.search(r"</think(?:ing)?>", bare)
     if end is None and bare.startswith(("<think>", "<thinking>")):
         raise _Refused("not_json", "a reasoning block that does not end")
@@ -1018,8 +1030,10 @@ def batches(items: Iterable[Item], size: int, max_chars: Optional[int] = None) -
 def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] = None, fallback: bool = False) -> Plan:
     """The calls to make for a batch, as lists of independent asks; send it the list of their verdict codes.
 
-    `fallback` marks calls for items that failed in an earlier run, outside the first-pass rates.
+    `fallback` marks calls for items that failed in an earlier run, outside the first-pass rates.  ValueError: no policy.
     """
+    if policy.attempts < 1 or policy.on_failure not in ("single", "split", "exclude"):
+        raise ValueError("%r is no policy" % (policy,))
     name, nominal = batch_id(item.id for item in batch), size or len(batch)
     whole = len(batch) == 1 or policy.on_failure == "exclude"
     for attempt in range(1, policy.attempts + 1):
@@ -1059,14 +1073,21 @@ class Outcome(NamedTuple):
 
 def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None, Reply]],
               task: Task = DEFAULT, attempts: int = 2) -> Outcome:
-    """Ask one batch without a ledger: for notebooks, Ray and Spark.  What call_model raises passes through.
+    """Ask all these items in one prompt, without a ledger: for notebooks, Ray and Spark.
+
+    What call_model raises passes through.  ValueError: attempts below 1, or two different texts under one id.
 
     >>> item = Item("It works.")
     >>> list(run_batch([item], lambda prompt: '[{"id": "%s", "answer": "pleased"}]' % item.id).answers.values())
     ['pleased']
     """
     unique = list({item.id: item for item in items}.values())
-    answers, quarantined, verdicts = {}, [], []     # type: Dict[str, Any], List[str], List[Verdict]
+    answers: Dict[str, Any] = {}
+    quarantined: List[str] = []
+    verdicts: List[Verdict] = []
+    unique = list({item.digest: item for item in items}.values())
+    if len({item.id for item in unique}) < len(unique):
+        raise ValueError("two different texts share an id; make the items with a longer id_length")
     steps = plan(unique, Policy(attempts))
     asks = next(steps) if unique else []
     while asks:
@@ -1205,8 +1226,8 @@ class Frozen(NamedTuple):
 class State:
     """What is frozen, answered and quarantined, for one task and arm: a fold over the rows of a ledger.
 
-    `status` maps key_of(digest) to flags, for the texts of the input and of the ledger alike; nothing else here grows
-    with the number of items.
+    `status` maps key_of(digest) to flags, for the texts of the input and of the ledger alike; beside it only the
+    batches that are not settled are kept.  A run marks there, too, what it has TAKEN up.
     """
 
     def __init__(self, task: Task, arm: Optional[int] = None) -> None:
@@ -1252,7 +1273,7 @@ class State:
         name, ids = row["batch_id"], tuple(row["batch"])
         final = row["verdict"] == "ok" or "quarantined" in row
         if name not in self.open and (row["fallback"] or final):
-            return
+            return                              # the batch is settled, or this call settles all of it
         opened = self.open.setdefault(name, OpenBatch(ids, row["size"], set(ids), {}))
         opened.codes[ids, row["attempt"]] = row["verdict"]
         if final:
@@ -1282,22 +1303,66 @@ class State:
             whole.update(b"%0*x\n" % (id_length, key >> 4 * (32 - id_length)))
         return whole.hexdigest()[:32]
 
-    def count(self, flag: int) -> int:
-        """How many items of the input carry this flag."""
-        return sum(1 for flags in self.status.values() if flags & FROZEN and flags & flag)
+    def count(self, any_of: int) -> int:
+        """How many items of the input carry any of these flags."""
+        return sum(1 for flags in self.status.values() if flags & FROZEN and flags & any_of)
+
+
+class History(NamedTuple):
+    """What a pass over a ledger found beside its rows."""
+
+    seq: int = 0                        # of the last row
+    crc: int = 0                        # CRC-32 of the last line
+    damaged: Tuple[int, ...] = ()       # the numbers of lines that held no row
+    torn: Optional[int] = None          # the number of a last line that was cut
+    unfinished: bool = False            # the last line has no newline
+
+
+def replay(path: str, take: Callable[[Line], Any]) -> History:
+    """Hand every line that holds a row to `take`, in order; HarnessError when the file holds no ledger."""
+    rows = seq = 0
+    damaged: List[int] = []
+    line: Optional[Line] = None
+    for line in read_ledger(path):
+        if line.row is not None:
+            rows, seq = rows + 1, max(seq, line.row["seq"])
+            take(line)
+        elif line.whole:
+            damaged.append(line.number)
+    if line is None:
+        return History()
+    if not rows:
+        with open(path, "rb") as stream:
+            head = stream.read(len(ROW_BEGIN))
+        if damaged or not ROW_BEGIN.startswith(head):       # a first row that was torn may go on
+            raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % path)
+    torn = line.number if line.row is None and not line.whole else None
+    return History(seq, line.crc, tuple(damaged), torn, not line.whole)
+
+
+def settled_places(path: str, state: State) -> Dict[int, int]:
+    """The file position of the row that settled each text, by key_of(digest), for the state's task and arm."""
+    places: Dict[int, int] = {}
+    replay(path, lambda line: places.update(dict.fromkeys(state.apply(line.row or {}), line.offset)))
+    return places
+
+
+def standing(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
+    """Where the row that settled a text left it: ("answered", its answer) or ("quarantined", None)."""
+    if row["verdict"] != "ok":
+        return "quarantined", None
+    return "answered", row["answers"][dict(zip(row["text_sha"], row["batch"]))[digest[:32]]]
 
 
 class Ledger:
     """One append-only file of rows, one writer at a time.
 
-    `append` writes a whole line with one write, and only then may the row take effect.  After a write has failed,
-    the next append first closes off the torn line, so that space made in the meantime saves what is still in flight.
+    `append` writes a whole line, with one write where the disk takes it, and only then may the row take effect.  After
+    a write has failed the next append first closes off the torn line, so that space made meanwhile saves what comes.
     """
 
     def __init__(self, path: str) -> None:
-        self.path = path
-        self.damaged: List[int] = []            # line numbers that held no row
-        self.torn: Optional[int] = None         # the number of a last line that was cut
+        self.path, self.history = path, History()
         self._seq = self._crc = 0
         self._unfinished = self._dirty = False
         if os.path.exists(path) and not os.path.isfile(path):
@@ -1305,49 +1370,39 @@ class Ledger:
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
-            lock_file(self._fd)
-        except BlockingIOError:
-            raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
         except OSError as error:
-            raise HarnessError("cannot write the ledger %s, or lock it: %s; name another with --ledger, on a local disk"
-                               % (path, error.strerror))
+            raise HarnessError("cannot write the ledger %s: %s; name another with --ledger" % (path, error.strerror))
+        try:
+            lock_file(self._fd)
+        except OSError as error:
+            os.close(self._fd)
+            if isinstance(error, BlockingIOError):
+                raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
+            raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
 
     def replay(self, state: State) -> None:
-        """Fold every row into the state; HarnessError when the file holds no ledger at all."""
-        rows = 0
-        line: Optional[Line] = None
-        for line in read_ledger(self.path):
-            self._crc, self._unfinished = line.crc, not line.whole
-            if line.row is not None:
-                rows += 1
-                self._seq = max(self._seq, line.row["seq"])
-                state.apply(line.row)
-            elif line.whole:
-                self.damaged.append(line.number)
-            else:
-                self.torn = line.number
-        if line is not None and not rows:
-            with open(self.path, "rb") as stream:
-                head = stream.read(len(ROW_BEGIN))
-            if self.damaged or not ROW_BEGIN.startswith(head):      # a first row that was torn may go on
-                raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % self.path)
+        """Fold every row into the state; HarnessError when the file holds no ledger."""
+        self.history = replay(self.path, lambda line: state.apply(line.row or {}))
+        self._seq, self._crc, self._unfinished = self.history.seq, self.history.crc, self.history.unfinished
 
     def append(self, row: Dict[str, Any]) -> None:
         """Write one row as one line.  OSError when it could not be written; then it has no effect."""
-        self._seq += 1
-        head = {name: value for name, value in row.items() if name != "reply"}      # a reply may be long: it comes last
-        line = row_text({**head, "seq": self._seq, "prev": "%08x" % self._crc, **row}).encode("utf-8")
         if self._unfinished:
-            self._write(b"\n")
-        self._write(line + b"\n")
-        self._dirty, self._crc = True, zlib.crc32(line)
-
-    def _write(self, data: bytes) -> None:
-        written = os.write(self._fd, data)
-        while written < len(data):              # a full disk takes a part; the next write says why
-            self._unfinished = True
-            written += os.write(self._fd, data[written:])
-        self._unfinished = False
+            os.write(self._fd, b"\n")
+            self._unfinished = False
+        head = {name: value for name, value in row.items() if name != "reply"}      # a reply may be long: it comes last
+        line = row_text({**head, "seq": self._seq + 1, "prev": "%08x" % self._crc, **row}).encode("utf-8")
+        written = 0
+        try:
+            while written <= len(line):         # a full disk takes a part; the next write says why
+                written += os.write(self._fd, (line + b"\n")[written:])
+        except OSError:
+            if written < len(line):             # else the row is there, and only its newline is not
+                raise
+        finally:
+            if written:
+                self._dirty, self._unfinished = True, written <= len(line)
+                self._seq, self._crc = self._seq + 1, zlib.crc32(line[:written])
 
     def sync(self) -> None:
         """Put what was appended on the disk; OSError where the disk refuses."""
@@ -1380,7 +1435,8 @@ def lock_file(descriptor: int) -> None:
 
 # ####################################################################################################################
 # THE TRUST LINE.  Above it stands everything that decides which answer belongs to which item.  Below it a bug can
-# lose or repeat a call; it can never attribute an answer.  Nothing below makes a Verdict or an attempt row's answers.
+# lose or repeat a call; it can never attribute an answer.  Nothing below makes a Verdict or an attempt row's answers,
+# or takes an answer out of a row.
 # ####################################################################################################################
 
 
@@ -1538,7 +1594,8 @@ class ChatEndpoint:
 
     def _post(self, data: bytes) -> Tuple[int, Any, bytes]:
         """Status, headers and body of one request, all within the time of one call."""
-        started, readers = time.monotonic(), []  # type: float, List[TimedReader]
+        started = time.monotonic()
+        readers: List[TimedReader] = []
         while True:
             reused = getattr(self._local, "connection", None) is not None
             try:
@@ -1866,9 +1923,10 @@ class Flight:
 
     def told(self, ask: Ask, code: str) -> List[Job]:
         """Take in one verdict; the calls that follow once all of the step are in."""
-        self._codes[ask.ids, ask.attempt], step = code, self._asks
-        follow = self._open()
-        return follow if self._asks is not step else []
+        self._codes[ask.ids, ask.attempt] = code
+        before = self._asks
+        jobs = self._open()
+        return [] if self._asks is before else jobs         # the others of this step are on their way
 
 
 class Runner:
@@ -1880,6 +1938,7 @@ class Runner:
         self.policy, self.retry_params = Policy(options.attempts, options.on_failure), dict(options.retry_param)
         self.run_id, self._random = "%012x" % random.SystemRandom().getrandbits(48), random.random
         self.tally: Counter[str] = collections.Counter()            # calls, replies, answered, ... of this run
+        self.figures: Counter[str] = collections.Counter()          # of its attempt rows, as the report counts them
         self.code, self.reason = DONE, ""                           # another code: it stopped early, and why
         self.flights = self._all_flights()                          # every batch to ask, once
         self._side: Deque[Flight] = collections.deque()             # flights met while items are read into batches
@@ -1931,24 +1990,24 @@ class Runner:
         for item in self._items():
             name = member_of.get(item.id)
             if name is None:
-                yield from self._sorted([item])
+                yield from self._for_batches([item])
                 continue
             groups[name][item.id] = item
             if len(groups[name]) == len(self.state.open[name].ids):
                 yield from self._resumed(self.state.open[name], groups.pop(name))
         for group in groups.values():                   # the input no longer holds the whole batch
-            yield from self._sorted(group.values())
+            yield from self._for_batches(group.values())
 
     def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
         """Go on with a batch an earlier run left, unless today's policy asks nothing, or settled items again."""
         flight = Flight(plan([group[name] for name in opened.ids], self.policy, opened.size), opened.codes)
         asked = [self._flags(item) for _, ask in flight.first for item in ask.items]
         if not asked or any(flags & (ANSWERED | QUARANTINED) for flags in asked):
-            return self._sorted(group.values())
+            return self._for_batches(group.values())
         self._side.append(flight)
-        return self._sorted(item for item in group.values() if self._flags(item) & QUARANTINED)
+        return self._for_batches(item for item in group.values() if self._flags(item) & QUARANTINED)
 
-    def _sorted(self, items: Iterable[Item]) -> Iterator[Item]:
+    def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
         """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
         for item in filter(self._wanted, items):
             if self._flags(item) & QUARANTINED:
@@ -1969,8 +2028,9 @@ class Runner:
     def run(self, ledger: Ledger, header: Mapping[str, Any], say: Speaker) -> None:
         """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
         flight, self._ledger = next(self.flights, None), ledger
-        if flight is None or self._noted("run", **header) is None:
-            return
+        with self._lock:
+            if flight is None or self._noted("run", **header) is None:
+                return
         self._ready.extend(flight.first)
         before = self._catch_signals()
         try:
@@ -1979,7 +2039,8 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
         if self.tally["coalesced"]:
-            self._noted("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
+            with self._lock:
+                self._noted("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
         if self._error is not None:
             raise self._error
 
@@ -2021,9 +2082,9 @@ class Runner:
 
     def _progress(self, wait: float) -> str:
         tally = self.tally
-        return "%d of %d items done, %d calls, first passes failed %s, %d quarantined%s" % (
+        return "%d of %d items done, %d calls, first passes ok %s, %d quarantined%s" % (
             tally["answered"] + tally["quarantined"], tally["pending"], tally["calls"],
-            rate(tally["first_failed"], tally["first"]), tally["quarantined"],
+            rate(self.figures["first_ok"], self.figures["first"]), tally["quarantined"],
             ", waiting %d s for the endpoint" % wait if wait > 1 else "")
 
     def _catch_signals(self) -> Dict[int, Any]:
@@ -2048,7 +2109,8 @@ class Runner:
                 self._perform(*job)
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self._lock:
-                self._error = None if isinstance(error, HarnessError) else error
+                if not isinstance(error, HarnessError):
+                    self._error = error
                 self._stop(str(error) or type(error).__name__, STOPPED)
 
     def _next(self) -> Optional[Job]:
@@ -2089,7 +2151,8 @@ class Runner:
     def _perform(self, flight: Flight, ask: Ask) -> None:
         """Make one call and record what came of it."""
         extra, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
-        row, failed = None, None  # type: Optional[Dict[str, Any]], Optional[CallFailed]
+        row: Optional[Dict[str, Any]] = None
+        failed: Optional[CallFailed] = None
         try:
             prompt = build_prompt(ask.items, self.task)
             row = self._judged(ask, as_reply(self.model.call(prompt, extra)), prompt, started, extra)
@@ -2122,13 +2185,11 @@ class Runner:
             self.tally["lost"] += 1
             return
         self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
-        self.tally.update({"fallbacks": int(ask.fallback), "verdict " + code: 1})
-        if ask.attempt == 1 and not ask.fallback:
-            self.tally["first"] += 1
-            self.tally["first_failed"] += code != "ok"
-            if code not in HOPELESS | {"ok"} and self.model.params.get("temperature") == 0 and not self.retry_params:
-                self._hint("a first attempt at temperature 0 failed, and a model asked the same tends to say the same; "
-                           "try --retry-param temperature=0.7")
+        add_row(self.figures, row)
+        same_again = self.model.params.get("temperature") == 0 and not self.retry_params
+        if same_again and ask.attempt == 1 and not ask.fallback and code not in HOPELESS | {"ok"}:
+            self._hint("a first attempt at temperature 0 failed, and a model asked the same tends to say the same; "
+                       "try --retry-param temperature=0.7")
         self._ready.extendleft(reversed(flight.told(ask, code)))
 
     def _appended(self, row: Dict[str, Any]) -> Optional[List[int]]:
@@ -2310,18 +2371,17 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     """Print what a ledger's calls came to by GROUP, the failures by kind, and which lines are damaged."""
     groups: Dict[Tuple[Any, ...], Counter[str]] = collections.defaultdict(collections.Counter)
     failures: Counter[str] = collections.Counter()
-    damaged, rows = [], 0  # type: List[int], int
-    for line in read_ledger(options.ledger):
-        row = line.row
-        rows += row is not None
-        if row is None:
-            damaged.append(line.number)
-        elif row["event"] == "attempt":
+
+    def take(line: Line) -> None:
+        row = line.row or {}
+        if row["event"] == "attempt":
             add_row(groups[tuple(row.get(name) for name in GROUP)], row)
         elif row["event"] == "failure":
-            failures[str(row.get("status") or row.get("kind"))] += ("batch" in row) + row.get("coalesced", 0)
-    if damaged and not rows:
-        raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % options.ledger)
+            failures["429"] += row.get("coalesced", 0)          # the waits of an episode that have no row of their own
+            if "batch" in row:
+                failures[str(row.get("status") or row.get("kind"))] += 1
+    damaged = replay(options.ledger, take).damaged
+    failures = +failures
     if options.json:
         arms = [{**dict(zip(GROUP, name)), **{word: count for word, count in tally.items() if " " not in word},
                  "verdicts": part_of(tally, "verdict "), "normalised": part_of(tally, "normalised ")}
@@ -2345,13 +2405,15 @@ def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> 
     """The task whose answers to export; HarnessError names all of them where more than one fits."""
     tasks: Dict[str, Task] = {}
     answered: Counter[str] = collections.Counter()
-    for line in read_ledger(path):
-        row = line.row or {"event": ""}
+
+    def take(line: Line) -> None:
+        row = line.row or {}
         if row["event"] == "run":
-            with contextlib.suppress(HarnessError):         # a row edited by hand; audit's business
+            with contextlib.suppress(HarnessError):         # a row that was edited by hand
                 tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
         elif row["event"] == "attempt":
             answered[row["task"]] += len(row.get("answers", ()))
+    replay(path, take)
     fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
     if len(fitting) != 1:
         named = ["%s (stage %s, %d answers, %s)" % (name, t.stage, answered[name], shown(t.instruction, 40))
@@ -2367,13 +2429,10 @@ EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "model_string", "rubr
 
 def exported(source: Source, task: Task, path: str, id_length: int) -> Iterator[Dict[str, Any]]:
     """Every row of the input in its order, with what the ledger holds for its text; `id` is still JSON."""
-    state, places = State(task), {}  # type: State, Dict[int, int]       # memory holds a file position per item, no row
-    for line in read_ledger(path):
-        if line.row is not None:
-            places.update(dict.fromkeys(state.apply(line.row), line.offset))
+    places = settled_places(path, State(task))              # memory holds a file position per item, no row
     with open(path, "rb") as ledger:
 
-        @functools.lru_cache(maxsize=1)                 # neighbours in the input often share a batch
+        @functools.lru_cache(maxsize=1)                     # neighbours in the input often share a batch
         def row_at(place: int) -> Dict[str, Any]:
             ledger.seek(place)
             return json.loads(ledger.readline().decode("utf-8"))  # type: ignore[no-any-return]
@@ -2387,10 +2446,8 @@ def exported(source: Source, task: Task, path: str, id_length: int) -> Iterator[
                            text_sha256=hashlib.sha256(row.text.encode("utf-8")).hexdigest())
                 if place is not None:
                     settled = row_at(place)
-                    name = dict(zip(settled["text_sha"], settled["batch"]))[sha[:32]]
-                    out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")},
-                               status="answered" if settled["verdict"] == "ok" else "quarantined",
-                               answer=settled.get("answers", {}).get(name))
+                    out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")})
+                    out["status"], out["answer"] = standing(settled, sha)
             yield out
 
 
@@ -2606,30 +2663,30 @@ def check_collision(source: Source, state: State, length: int) -> None:
     if shared is not None:
         lines = {text_digest(row.text): row.line for row in source.rows()
                  if row.error is None and text_digest(row.text).startswith(shared)}
-        where = ["%s:%d" % (source.name, line) for line in lines.values()] + ["a text on the ledger"]
+        where = ["%s:%d" % (source.name, line) for line in lines.values()] + ["a text on the ledger"] * 2
         raise HarnessError("two different texts have the id %s (%s and %s); give a longer --id-length"
-                           % (shared, where[0], where[1 % len(where)]))
+                           % (shared, where[0], where[1]))
 
 
 def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     """Freeze the input, ask what is pending, and say what came of it."""
-    task, bad = chosen_task(options), collections.Counter()  # type: Task, Counter[bool]
+    task = chosen_task(options)
+    seen: Counter[str] = collections.Counter()
     model = open_model(options, task)
     options.workers = options.workers or model.workers
     if os.path.realpath(options.ledger) in map(os.path.realpath, filter(None, (options.input, options.task))):
         raise HarnessError("--ledger names the --input or --task file; name another ledger")
     with contextlib.ExitStack() as stack:
         source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task)
-        rows = counted(source.rows(), bad, lambda row: row.error is not None)
+        rows = counted(source.rows(), seen, lambda row: "good" if row.error is None else "bad")
         read, items = state.freeze(good_rows(rows, source.name, options.skip_bad))
         check_collision(source, state, options.id_length)       # before the ledger is made: bad input leaves no trace
-        frozen, ledger = Frozen(read, items, bad[True], state.digest(options.id_length)), None
+        frozen, ledger = Frozen(read, items, seen["bad"], state.digest(options.id_length)), None
         if not options.dry_run:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
             ledger.replay(state)
         elif os.path.exists(options.ledger):
-            for line in read_ledger(options.ledger):
-                state.apply(line.row or {"event": ""})
+            replay(options.ledger, lambda line: state.apply(line.row or {}))
         check_collision(source, state, options.id_length)
         kinds = ("demo", "real") if state.demo else ("real", "demo")
         if state.demo is not None and state.demo is not (model.name.split(":")[0] == "demo"):
@@ -2656,21 +2713,27 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
     if options.batch_size > 1:
         most += (asked - alone) * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
     runner.tally["pending"] = asked
+    bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
+    if options.batch_chars is not None or runner.state.open:
+        bounds = "%d calls or more" % calls                     # how texts fall into batches is not known before
     skipped = " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else ""
     return ("%d rows, %d items%s: %d answered, %d quarantined, %d pending\n"
-            "at batch size %d: about %d calls if every reply is good, at most %d; texts go to %s" % (
+            "at batch size %d: %s, repetitions after failures apart; texts go to %s" % (
                 frozen.rows, frozen.items, skipped, answered, quarantined, pending,
-                options.batch_size, calls, most, runner.model.host))
+                options.batch_size, bounds, runner.model.host))
 
 
 def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options, state, tally, task, model = runner.options, runner.state, runner.tally, runner.task, runner.model
-    if ledger.damaged:
+    damaged, torn = ledger.history.damaged, ledger.history.torn
+    if damaged:
         say("%s: %d damaged lines skipped (%s); what they held is asked again" % (
-            ledger.path, len(ledger.damaged), ", ".join(map(str, ledger.damaged[:MAX_REPORTED]))))
-    if ledger.torn:
-        say("%s: the last line (%d) was cut; its call is made again" % (ledger.path, ledger.torn))
+            ledger.path, len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED]))))
+    if torn is not None:
+        say("%s: the last line (%d) was cut; its call is made again" % (ledger.path, torn))
+    if state.conflicts:
+        say("%s: %d answers came more than once; the first one counts" % (ledger.path, state.conflicts))
     for (stage, fingerprint), answers in state.other_tasks.items():
         if stage == task.stage and answers:
             say("%d answers of stage %s belong to another wording of the task (%s, now %s) and do not count" % (
@@ -2689,9 +2752,9 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     standing = "%d of %d items answered, %d quarantined" % (answered, frozen.items, quarantined)
     if tally["calls"]:
         out("%s, %d pending" % (standing, frozen.items - answered - quarantined))
-        first_ok = rate(tally["first"] - tally["first_failed"], tally["first"])
-        out("this run: %d calls, first passes ok %s, %d fallback calls, %d calls without a reply" % (
-            tally["calls"], first_ok, tally["fallbacks"], tally["failures"]))
+        first_ok = rate(runner.figures["first_ok"], runner.figures["first"])
+        out("this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply" % (
+            tally["calls"], first_ok, runner.figures["fallbacks"], tally["failures"]))
     elif not runner.code:
         by = ["%s at size %d" % name for name in state.answered_by]
         words = "; answered by %s. Another model or size reopens nothing: to ask afresh, name another --ledger"
@@ -2703,7 +2766,7 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
 def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
-    refused = {word: count for word, count in part_of(tally, "verdict ").items() if word != "ok"}
+    refused = {word: count for word, count in part_of(runner.figures, "verdict ").items() if word != "ok"}
     if refused:
         out("replies that were not accepted: " + counts(refused))
     if tally["unfrozen"]:
@@ -2767,7 +2830,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):
             say(line)
-        return error.code
+        return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:             # whoever read the export has seen enough

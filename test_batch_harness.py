@@ -959,6 +959,18 @@ class Plans(Case):
         with self.assertRaises(ZeroDivisionError):
             bh.run_batch(items, lambda prompt: 1 / 0)
 
+    def test_two_texts_under_one_id_are_never_asked_together(self):
+        items = [bh.Item._make((text, "0" * 12, bh.text_digest(text), None)) for text in ("a", "b")]
+        with self.assertRaises(ValueError):
+            bh.run_batch(items, lambda prompt: reply_to(items))
+        self.assertEqual(bh.validate(items, reply_to(items[:1])).code, "duplicate_ids")
+        self.assertEqual(bh.run_batch([items[0]] * 2, lambda prompt: reply_to(items[:1])).answers, {"0" * 12: "good"})
+
+    def test_a_policy_that_does_not_exist_is_refused(self):
+        for policy in (bh.Policy(0), bh.Policy(2, "singel")):
+            with self.assertRaises(ValueError):
+                next(bh.plan(made(2), policy))
+
     def test_a_reply_is_accepted_whole_or_not_at_all(self):
         items = made(3)
         outcome = bh.run_batch(items, lambda prompt: reply_to(items[:2]), attempts=1)
@@ -1123,16 +1135,16 @@ class Ledgers(Case):
 
     def test_a_row_is_written_before_its_effect_is_visible(self):
         self.items_file(4)
-        order, applied, written = [], bh.State.apply, bh.Ledger._write
+        order, applied, written = [], bh.State.apply, os.write
 
         def apply(state, row):
             order.append("effect")
             return applied(state, row)
 
-        def write(ledger, data):
+        def write(descriptor, data):
             order.append("write")
-            return written(ledger, data)
-        with mock.patch.object(bh.State, "apply", apply), mock.patch.object(bh.Ledger, "_write", write):
+            return written(descriptor, data)
+        with mock.patch.object(bh.State, "apply", apply), mock.patch.object(os, "write", write):
             self.run_demo("--workers", "1")
         self.assertEqual(order, ["write", "effect"] * 5)
 
@@ -1156,6 +1168,35 @@ class Ledgers(Case):
         self.assertEqual(code, 0)
         self.assertIn("8 of 8 items answered", out)
         self.assertIn("this run: 6 calls", out)
+
+    def test_a_disk_that_is_full_from_the_start_is_one_line(self):
+        self.items_file(3)
+        with mock.patch.object(os, "write", side_effect=OSError(28, "No space left on device")):
+            code, out, err = self.run_demo()
+        self.assertEqual(code, 3)
+        self.assertIn("stopped early: cannot write the ledger runs/ledger.jsonl: No space left on device", out)
+        self.assertEqual(self.bytes(), b"")
+
+    def test_the_chain_goes_through_a_line_that_was_torn(self):
+        self.items_file(6)
+        calls, written = [], os.write
+
+        def full(descriptor, data):
+            calls.append(data)
+            if len(calls) in (4, 9):                    # a part of a line, and then all of one but its newline
+                return written(descriptor, data[:-1] if len(calls) == 9 else data[:50])
+            if len(calls) in (5, 10):
+                raise OSError(28, "No space left on device")
+            return written(descriptor, data)
+        with mock.patch.object(os, "write", full):
+            self.run_demo("--workers", "1")
+            code, out, err = self.run_demo("--workers", "1")
+        self.assertEqual(code, 0, out)
+        crc = 0
+        for line in self.bytes().split(b"\n")[:-1]:
+            if line.endswith(b"}"):
+                self.assertEqual(json.loads(line)["prev"], "%08x" % crc)
+            crc = bh.zlib.crc32(line)
 
     @unittest.skipUnless(hasattr(os, "fork"), "needs a limit on the size of files")
     def test_a_full_disk_ends_in_one_line_and_the_rerun_goes_on(self):
