@@ -114,6 +114,7 @@ EXITS: Dict[int, str] = {
 PROMPT_FORM = 1                 # raised whenever build_prompt's wording changes: it is part of a task's fingerprint
 MAX_DEPTH = 64                  # of JSON in replies and tasks: deeper than any honest one, far from Python's own limit
 MAX_DIGITS = 4300               # of one integer: what Python from 3.11 on refuses to convert, made the same everywhere
+MAX_INTEGER = 1 << 63           # of what is counted: tokens, rows, attempts
 MAX_REPORTED = 20               # bad input lines shown before the count alone goes on
 MAX_KEPT = 500                  # characters of an endpoint's words that are shown or put on the ledger
 
@@ -141,8 +142,11 @@ class CallFailed(Exception):
 
     def __init__(self, kind: str, detail: str, *, status: Optional[int] = None, wait: Optional[float] = None,
                  patience: int = 8, billed: bool = False) -> None:
-        self.kind, self.detail = kind, re.sub(r"\s+", " ", detail).strip()[:MAX_KEPT]
-        self.status, self.wait, self.patience, self.billed = status, wait, patience, billed
+        self.kind = kind if kind in ("rejected", "stop") else "retry"
+        self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:4 * MAX_KEPT]        # cut to MAX_KEPT once it is masked
+        self.status = status if type(status) is int else None
+        self.wait = wait if type(wait) in (int, float) and 0 <= wait < math.inf else None  # type: ignore[operator]
+        self.patience, self.billed = patience, billed
         super().__init__(self.detail)
 
 
@@ -623,6 +627,8 @@ def dialect(pattern: str, inside: bool = False) -> str:
     `inside`: it stands in brackets.  ValueError names what the two read differently and this does not translate.
     """
     table, parts = INSIDE if inside else OUTSIDE, []
+    if inside and "--" in pattern:
+        raise ValueError("-- in brackets in a pattern")
     for token in re.findall(TOKENS, pattern, re.S):
         if token in (r"\p{L}", r"\p{Letter}"):
             parts.append(_letters() if inside else "[%s]" % _letters())
@@ -785,7 +791,8 @@ def as_reply(raw: Any) -> Reply:
     text, *members = raw if isinstance(raw, Reply) else Reply(raw)
     kinds = (str, str, str, int, int, str)
     sound: List[Any] = [member if type(member) is kind else None for member, kind in zip(members, kinds)]
-    return Reply(text, *(None if member == "" else member for member in sound))
+    sound = [None if member == "" or type(member) is int and abs(member) >= MAX_INTEGER else member for member in sound]
+    return Reply(str.__str__(text) if isinstance(text, str) else text, *sound)      # a subclass could be anything
 
 
 class Verdict(NamedTuple):
@@ -1030,7 +1037,7 @@ def batches(items: Iterable[Item], size: int, max_chars: Optional[int] = None) -
 def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] = None, fallback: bool = False) -> Plan:
     """The calls to make for a batch, as lists of independent asks; send it the list of their verdict codes.
 
-    `fallback` marks calls for items that failed in an earlier run, outside the first-pass rates.  ValueError: no policy.
+    `fallback` marks calls for items that failed in an earlier run, outside first-pass rates.  ValueError: no policy.
     """
     if policy.attempts < 1 or policy.on_failure not in ("single", "split", "exclude"):
         raise ValueError("%r is no policy" % (policy,))
@@ -1158,13 +1165,15 @@ def is_row(row: Any) -> bool:
     if not isinstance(row, dict) or not isinstance(row.get("event"), str) or type(row.get("seq")) is not int:
         return False
     if not (all(isinstance(row.get(name), kind) for name, kind in NEEDED.get(row["event"], {}).items())
-            and all(isinstance(row[name], kind) for name, kind in OPTIONAL.items() if name in row)):
+            and all(isinstance(row[name], kind) for name, kind in OPTIONAL.items() if name in row)
+            and all(abs(value) < MAX_INTEGER for value in row.values() if isinstance(value, int))):
         return False
     if row["event"] != "attempt":
         return True
     batch, digests, accepted = row["batch"], row.get("text_sha"), row["verdict"] == "ok"
     if (not batch or not all(isinstance(name, str) for name in batch + row.get("normalised", []))
-            or row["verdict"] not in VERDICTS or accepted != isinstance(row.get("answers"), dict)
+            or row["verdict"] not in VERDICTS or accepted != ("answers" in row)
+            or not isinstance(row.get("answers", {}), dict)
             or (accepted and set(row["answers"]) != set(batch))):
         return False
     if not accepted and "quarantined" not in row:
@@ -1588,7 +1597,7 @@ class ChatEndpoint:
         except CallFailed as failure:
             failure.detail = self._secret.sub("***", failure.detail)
             raise failure
-        words = {name: getattr(reply, name) for name in ("refusal", "model_string", "request_id")}
+        words = {name: getattr(reply, name) for name in ("finish", "refusal", "model_string", "request_id")}
         hidden: Dict[str, Any] = {name: word and self._secret.sub("***", word) for name, word in words.items()}
         return reply._replace(text=reply.text and self._long_secret.sub("***", reply.text), **hidden)
 
@@ -1665,13 +1674,13 @@ class ChatEndpoint:
 
 
 def secret_pattern(secrets: Iterable[str], shortest: int) -> Any:
-    """A pattern of secrets of some length as a server may repeat them: each character as it is, or URL-encoded."""
+    """A pattern of secrets as a server may repeat them: each character as it is, URL-encoded, or escaped in JSON."""
     import urllib.parse
     words = {word for secret in secrets for word in (secret, urllib.parse.unquote(secret)) if len(word) >= shortest}
 
     def spelled(char: str) -> str:
         encoded = "".join("%%%02x" % byte for byte in char.encode("utf-8"))
-        return char if char.isalnum() else "(?:%s|(?i:%s))" % (re.escape(char), encoded)
+        return r"(?:\\?%s|(?i:%s|\\u%04x))" % (re.escape(char), encoded, ord(char))
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join("".join(map(spelled, word)) for word in longest_first) or "(?!)")
 
@@ -1699,7 +1708,7 @@ def classify(status: int, document: Any, text: str, wait: Optional[float], sent:
     error = document.get("error", document) if isinstance(document, dict) else None
     members = error if isinstance(error, dict) else {}
     code, kind, param = (str(members.get(name) or "") for name in ("code", "type", "param"))
-    detail = "HTTP %d: %s" % (status, str(members.get("message") or error or text)[:MAX_KEPT])
+    detail = "HTTP %d: %s" % (status, members.get("message") or error or text)
     places: Any = members.get("detail")
     locs = [entry.get("loc") for entry in places if isinstance(entry, dict)] if isinstance(places, list) else []
     blamed = {re.split(r"[.\[]", param)[0]} | {str(loc[1]) for loc in locs if isinstance(loc, list) and len(loc) > 1}
@@ -2001,8 +2010,9 @@ class Runner:
     def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
         """Go on with a batch an earlier run left, unless today's policy asks nothing, or settled items again."""
         flight = Flight(plan([group[name] for name in opened.ids], self.policy, opened.size), opened.codes)
-        asked = [self._flags(item) for _, ask in flight.first for item in ask.items]
-        if not asked or any(flags & (ANSWERED | QUARANTINED) for flags in asked):
+        asked = [item for _, ask in flight.first for item in ask.items]
+        mine = asked + [group[name] for name in opened.left]        # none of these may be settled, here or elsewhere
+        if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in mine):
             return self._for_batches(group.values())
         self._side.append(flight)
         return self._for_batches(item for item in group.values() if self._flags(item) & QUARANTINED)
@@ -2038,8 +2048,9 @@ class Runner:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        if self.tally["coalesced"]:
-            with self._lock:
+        with self._lock:
+            self._note_doubtful()
+            if self.tally["coalesced"]:
                 self._noted("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
         if self._error is not None:
             raise self._error
@@ -2130,7 +2141,8 @@ class Runner:
                     return job
                 elif self._in_flight or self._delayed or now < self._held_until:
                     until = max(self._held_until, min((due for due, _ in self._delayed), default=now + 60))
-                    self._work.wait(max(0.0, min(until, self._deadline, now + 60) - now))
+                    until = min(until, self._deadline) if now < self._deadline else until
+                    self._work.wait(max(0.0, min(until - now, 60)))
                 elif self._doubtful:
                     self._settle_doubtful()
                 else:
@@ -2212,15 +2224,14 @@ class Runner:
 
     def _failed(self, job: Job, failure: CallFailed) -> None:
         """A call that brought no reply: wait and repeat, leave it for another run, or stop."""
+        failure.detail = failure.detail[:MAX_KEPT]
         if failure.kind == "rejected":
             self._doubtful.append((job, failure))
             self.tally["refused"] += 1
             if self.tally["replies"]:
                 self._settle_doubtful()
             elif self.tally["refused"] >= DOUBTFUL:
-                doubtful, self._doubtful = self._doubtful, []
-                for (_, ask), why in doubtful:
-                    self._note(ask, why)
+                self._note_doubtful()
                 self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts"
                            % (DOUBTFUL, failure.detail), STOPPED)
         elif failure.kind == "stop":
@@ -2243,7 +2254,7 @@ class Runner:
             self.tally.update(coalesced=1, failures=1)
         else:
             self._note(ask, failure, wait)
-        if wait > min(MAX_WAIT, self._deadline - now):
+        if failure.wait is not None and wait > min(MAX_WAIT, self._deadline - now):
             self._stop("the endpoint asks to wait %d s (%s)" % (wait, failure.detail), STOPPED)
         elif self._strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
             self._stop("the model failed %d times in a row: %s" % (self._strikes, failure.detail), STOPPED)
@@ -2253,6 +2264,12 @@ class Runner:
             self._delayed.append((now + wait, job))
             if failure.wait is not None or failure.status == 429 or self._strikes > 1:
                 self._held_until = max(self._held_until, now + wait)        # told to one, holds for all
+
+    def _note_doubtful(self) -> None:
+        """The run ends before it is known why these calls were refused: they say nothing about their items."""
+        doubtful, self._doubtful = self._doubtful, []
+        for (_, ask), failure in doubtful:
+            self._note(ask, failure)
 
     def _settle_doubtful(self) -> None:
         """Now it is known that these calls were refused for their content: a verdict on the prompt, like any other."""
@@ -2285,16 +2302,16 @@ class Runner:
 
 
 class Speaker:
-    """Prints lines on a stream, without controls that would steer the terminal; `closed` when nobody can read them."""
+    """Prints lines on a stream, without controls that would steer the terminal; `closed` once nobody can read them."""
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.closed = stream, stream is None
+        self._stream, self.closed = stream, False
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
 
     def __call__(self, text: str) -> None:
         """Print one text; a stream that fails is not used again."""
-        if not self.closed:
+        if self._stream is not None and not self.closed:
             try:
                 print(re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text), file=self._stream, flush=True)
             except (OSError, ValueError):
@@ -2326,7 +2343,7 @@ def add_row(tally: Counter[str], row: Mapping[str, Any]) -> None:
     first, known = row["attempt"] == 1, "tokens_in" in row and "tokens_out" in row
     counted_here = {
         "calls": 1, "fallbacks": row["fallback"], "reordered": bool(row.get("reordered")),
-        "answered": len(row["batch"]) * accepted, "quarantined": len(row.get("quarantined", ())),
+        "answered": len(row["batch"]) * accepted,
         "tokens_in": known and row["tokens_in"], "tokens_out": known and row["tokens_out"], "tokens_unknown": not known,
         "first": full and first, "first_ok": full and first and accepted,
         "retried": full and not first, "rescued": full and not first and accepted,
@@ -2371,16 +2388,26 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     """Print what a ledger's calls came to by GROUP, the failures by kind, and which lines are damaged."""
     groups: Dict[Tuple[Any, ...], Counter[str]] = collections.defaultdict(collections.Counter)
     failures: Counter[str] = collections.Counter()
+    held: Dict[Tuple[str, str], Tuple[Any, ...]] = {}       # (task, text) in quarantine now -> by whom
 
     def take(line: Line) -> None:
         row = line.row or {}
         if row["event"] == "attempt":
-            add_row(groups[tuple(row.get(name) for name in GROUP)], row)
+            group = tuple(row.get(name) for name in GROUP)
+            add_row(groups[group], row)
+            for sha in row.get("text_sha", ()):
+                held.pop((row["task"], sha), None)
+                if "quarantined" in row:
+                    held[row["task"], sha] = group
         elif row["event"] == "failure":
             failures["429"] += row.get("coalesced", 0)          # the waits of an episode that have no row of their own
             if "batch" in row:
                 failures[str(row.get("status") or row.get("kind"))] += 1
     damaged = replay(options.ledger, take).damaged
+    for group in groups:
+        groups[group]["quarantined"] = 0
+    for group in held.values():
+        groups[group]["quarantined"] += 1
     failures = +failures
     if options.json:
         arms = [{**dict(zip(GROUP, name)), **{word: count for word, count in tally.items() if " " not in word},
@@ -2539,6 +2566,14 @@ class Parser(argparse.ArgumentParser):
         raise HarnessError("%s; see %s --help" % (message, self.prog))
 
 
+def duration(number: str, unit: str) -> float:
+    """Seconds; ValueError beyond 23 days, which is more than the system's own waits can hold (2 ** 31 milliseconds)."""
+    seconds = float(number) * {"m": 60, "h": 3600}.get(unit, 1)
+    if not 0 < seconds < 2e6:
+        raise ValueError(number)
+    return seconds
+
+
 def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
     """A type for argparse: the groups of a match of the whole text, converted; else a refusal in these words."""
     def parse(text: str) -> Any:
@@ -2552,8 +2587,7 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
-SECONDS = checked(r"(?=.*[1-9])(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h",
-                  lambda number, unit: float(number) * {"m": 60, "h": 3600}.get(unit, 1))
+SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
 PARAMETER = checked(r"(?!(?:messages|model|stream)=)([^=\s]+)=(.*)",
                     'NAME=JSON, such as temperature=0.7 or stop=["x"] (messages, model and stream are set for you)',
                     lambda name, value: (name, REPLY_JSON.decode(value)))
@@ -2714,8 +2748,8 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         most += (asked - alone) * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
     runner.tally["pending"] = asked
     bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
-    if options.batch_chars is not None or runner.state.open:
-        bounds = "%d calls or more" % calls                     # how texts fall into batches is not known before
+    if options.batch_chars is not None or runner.state.open or (options.limit and alone):
+        bounds = "about %d calls" % calls                       # how texts fall into batches is not known before
     skipped = " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else ""
     return ("%d rows, %d items%s: %d answered, %d quarantined, %d pending\n"
             "at batch size %d: %s, repetitions after failures apart; texts go to %s" % (
@@ -2822,6 +2856,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         words.insert(0, "run")
+    for descriptor in (0, 1, 2):            # one that is closed would be given to the next file, such as the ledger
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
         options = parser().parse_args(words)

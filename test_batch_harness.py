@@ -484,7 +484,7 @@ class Tasks(Case):
             self.assertEqual([bh.broken_rule({"pattern": pattern}, text) for text in good], [None] * len(good), pattern)
             self.assertEqual([bh.broken_rule({"pattern": pattern}, text) for text in bad], ["pattern"] * len(bad), pattern)
         for pattern in (r"[\D]", r"[\W]", "[]a]", "[^]", r"\Aa", "a{,2}", r"(a)|\1b", "(?i)a", "(?P<n>a)", "(?<n>a)", "a*+", "a{2}+", r"a\Z", "(", "[a", "a\\",
-                        r"\p{Greek}", r"\cA", r"\0"):
+                        r"\p{Greek}", r"\cA", r"\0", "[+--]"):
             with self.subTest(pattern=pattern), self.assertRaises(bh.HarnessError):
                 bh.check_schema({"pattern": pattern}, "x")
 
@@ -1080,7 +1080,7 @@ class Ledgers(Case):
         broken = [b"\0\0garbage", b"[]", b'{"event": 5}', b'{"event": "attempt"}', b'{"event": "run"}', b"[" * 100000, b"\xff\xfe"]
         broken += [json.dumps(dict(row, **change)).encode() for change in (
             {"seq": None}, {"seq": "1"}, {"verdict": ""}, {"verdict": "fine"}, {"tokens_in": None}, {"normalised": 5}, {"normalised": [[]]},
-            {"quarantined": None}, {"quarantined": ["x"]}, {"model_string": []}, {"form": []}, {"answers": 1.5}, {"answers": {}}, {"answers": {"x": "y"}},
+            {"quarantined": None}, {"quarantined": ["x"]}, {"model_string": []}, {"form": []}, {"answers": 1.5}, {"answers": {}}, {"answers": 5, "verdict": "empty_reply"}, {"seq": 10 ** 4000}, {"tokens_in": 10 ** 4000}, {"answers": {"x": "y"}},
             {"batch": [[]], "verdict": "not_json"}, {"batch": "x"}, {"text_sha": None}, {"text_sha": ["x"]}, {"text_sha": ["0" * 32]}, {"batch": [5]}, {"size": "1"}, {"fallback": 0})]
         for bad in broken:
             self.write("runs/ledger.jsonl", b"\n".join(lines[:2] + [bad] + lines[3:]))
@@ -1364,6 +1364,19 @@ class Ledgers(Case):
         self.items_file(2)
         self.assertEqual(self.calls_of(), [[1]])
 
+    def test_an_item_settled_elsewhere_voids_the_batch_it_was_left_in(self):
+        self.write("odd.py", "import json, re\ndef ask(prompt):\n    ids = re.findall('<item id=\"(.*?)\"', prompt)\n"
+                   "    return '' if len(ids) > 1 else json.dumps([{'id': ids[0], 'answer': 'x'}])\n")
+        split = ("--attempts", "1", "--on-failure", "split")
+        self.items_file(4)
+        self.assertEqual(self.calls_of("--batch-size", "4", "--max-calls", "2", *split, model="py:odd.py:ask"), [[0, 1, 2, 3], [0, 1]])
+        self.write("items.jsonl", "".join('{"text": "text number %d"}\n' % n for n in (0, 1, 3)))
+        self.assertEqual(self.calls_of("--batch-size", "1", "--limit", "1", *split, model="py:odd.py:ask"), [[0]])
+        self.items_file(4)
+        asked = self.calls_of("--batch-size", "4", *split, model="py:odd.py:ask")
+        self.assertNotIn(0, [number for batch in asked for number in batch])
+        self.assertEqual(sorted(asked[-3:]), [[1], [2], [3]])
+
     def test_limit_counts_every_item_that_is_asked(self):
         self.items_file(4)
         self.calls_of(model="demo:empty=1")
@@ -1644,6 +1657,12 @@ class Models(EndpointCase):
         with mock.patch.object(bh, "MAX_FAILURES", 5):
             self.assertEqual(self.ask(server, 2)[0], 0)
 
+    def test_waits_are_reported_as_what_they_were(self):
+        server = self.serve(lambda prompt, n: (time.sleep(0.1), (429, b"", {"Retry-After": "0.3"}))[1] if n <= 4 else
+                            (503, b"", {}) if n == 5 else completion(reply_to_prompt(prompt)))
+        self.assertEqual(self.ask(server, 8, "--workers", "4")[0], 0)
+        self.assertIn("calls without a reply: 429 4, 503 1", self.main("report")[1])
+
     def test_waits_of_one_episode_are_counted_in_the_end(self):
         server = self.serve(lambda prompt, n: (time.sleep(0.1), (429, b"", {"Retry-After": "0.3"}))[1] if n <= 6 else completion(reply_to_prompt(prompt)))
         code, out, err = self.ask(server, 6, "--workers", "6")
@@ -1738,6 +1757,12 @@ class Models(EndpointCase):
         self.assertIn("0 of 10 items answered, 0 quarantined", out)
         self.assertEqual(self.rows("runs/ledger.jsonl"), [])
 
+    def test_a_refused_call_is_on_the_ledger_however_the_run_ends(self):
+        server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
+        code, out, err = self.ask(server, 8, "--max-calls", "1")
+        self.assertEqual((code, len(self.failures())), (3, 1))
+        self.assertIn("1 calls without a reply", out)
+
     def test_refusals_are_counted_through_the_fallbacks_of_a_batch(self):
         for count, more in ((2, ["--batch-size", "2"]), (3, ["--batch-size", "3", "--on-failure", "split"])):
             server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
@@ -1820,6 +1845,24 @@ class Models(EndpointCase):
         self.assertEqual(server.requests[0][0], "/v1/chat/completions?key=FAKEPART-123")
         self.assertNotIn("FAKEPART", out + err + self.bytes().decode())
         self.assertIn(base, err)
+
+    def test_a_key_is_masked_before_anything_is_cut_or_decoded(self):
+        key = "sk-proj/ABCDEFGHIJKLMNOP"
+        escaped = "".join("\\u%04x" % ord(char) for char in key)
+        bodies = [(401, error_body(message="x" * 470 + " " + key)), (200, b'{"choices": [], "echo": "%s"}' % key.replace("/", "\\/").encode()),
+                  (200, b'{"choices": [], "echo": "%s"}' % escaped.encode()), (200, completion("x", choices=[{"message": {"content": "x"}, "finish_reason": key}]))]
+        for status, body in bodies:
+            server = self.serve(lambda prompt, n: (status, body, {}))
+            os.environ["OPENAI_API_KEY"] = key
+            code, out, err = self.ask(server, 1)
+            for text in (out, err, self.bytes().decode()):
+                self.assertNotIn("ABCDEFGH", text.replace("\\", ""))
+                self.assertNotIn("u0041", text)
+            os.remove("runs/ledger.jsonl")
+        server = self.serve(lambda prompt, n: completion('[{"id": "%s", "answer": "%s"}]' % (asked_in(prompt)[0][0], escaped)))
+        os.environ["OPENAI_API_KEY"] = key
+        self.ask(server, 1)
+        self.assertEqual(list(self.rows("runs/ledger.jsonl")[0]["answers"].values()), ["***"])
 
     def test_what_no_endpoint_could_be_is_refused(self):
         self.items_file(1)
@@ -1908,6 +1951,15 @@ class Models(EndpointCase):
                 return file.read()
         except OSError:
             return b""
+
+    def test_what_a_function_raises_or_returns_is_made_sound(self):
+        self.items_file(1)
+        self.write("mine.py", "import json, re\nfrom batch_harness import CallFailed, Reply\ncalls = []\nclass Odd(str):\n    def strip(self, *args): return 5\n"
+                   "def ask(prompt):\n    calls.append(1)\n    name = re.findall('<item id=\"(.*?)\"', prompt)[0]\n"
+                   "    if len(calls) == 1: raise CallFailed('retry', 'x', wait='5', status='y')\n    if len(calls) == 2: raise CallFailed('odd', 'x', wait=float('nan'))\n"
+                   "    return Reply(Odd(json.dumps([{'id': name, 'answer': 'x'}])), tokens_in=10 ** 5000, tokens_out=1)\n")
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:mine.py:ask")[0], 0)
+        self.assertNotIn("tokens_in", self.rows("runs/ledger.jsonl")[0])
 
     def test_a_function_of_the_users_own_is_a_model(self):
         self.items_file(4)
@@ -2245,6 +2297,14 @@ class Reports(EndpointCase):
         self.ask(self.serve(lambda prompt, n: completion(reply_to_prompt(prompt), usage=usages[n - 1])), 6)
         self.assertIn("30 in, 6 out in 3 calls, unknown for 3 of 6 calls", self.main("report")[1])
 
+    def test_items_in_quarantine_are_counted_as_they_stand(self):
+        self.items_file(4)
+        self.main("--input", "items.jsonl", "--model", "demo:empty=1")
+        self.main("--input", "items.jsonl", "--model", "demo:empty=1", "--retry-quarantined")
+        self.assertEqual(sum(arm["quarantined"] for arm in self.arms()), 4)
+        self.main("--input", "items.jsonl", "--model", "demo", "--retry-quarantined")
+        self.assertEqual(sum(arm["quarantined"] for arm in self.arms()), 0)
+
     def test_nothing_to_report_is_no_error(self):
         self.write("empty.jsonl", "")
         self.assertIn("0 of 0 (n/a)", self.main("report", "--ledger", "empty.jsonl")[1])
@@ -2426,6 +2486,15 @@ class CommandLine(Case):
             self.assertNotIn(b"Traceback", run.stderr + run.stdout, command)
             self.assertNotIn(b"BrokenPipe", run.stderr + run.stdout, command)
 
+    def test_a_closed_standard_error_ends_up_nowhere(self):
+        self.items_file(6)
+        self.write("mine.py", "import json, os, re, time\ndef ask(prompt):\n    os.write(2, b'a warning of a library\\n')\n    time.sleep(0.1)\n"
+                   "    return json.dumps([{'id': i, 'answer': 'x'} for i in re.findall('<item id=\"(.*?)\"', prompt)])\n")
+        line = "%s %s --input items.jsonl --model py:mine.py:ask 2>&- > out" % (shlex.quote(sys.executable), shlex.quote(PROGRAM))
+        self.assertEqual(subprocess.run(line, shell=True, check=False).returncode, 0)
+        self.assertEqual(len(self.bytes().splitlines()), 7)
+        self.assertNotIn(b"warning", self.bytes())
+
     def test_the_exit_code_survives_a_closed_output(self):
         line = "{ %s %s --bogus; echo $? > code; } 2>&1 | true" % (shlex.quote(sys.executable), shlex.quote(PROGRAM))
         subprocess.run(["bash", "-c", "{ sleep 0.3; %s" % line[2:]], check=False)
@@ -2445,7 +2514,7 @@ class CommandLine(Case):
 
     def test_numbers_beyond_all_use_are_refused(self):
         self.items_file(1)
-        for words in (["--timeout", "99999999999"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--batch-size", "-1"]):
+        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--batch-size", "-1"]):
             self.refused("--input", "items.jsonl", "--model", "demo", *words)
         self.refused("--input", "items.jsonl", "--model", "demo:delay=99999999999999999999")
 
