@@ -977,7 +977,7 @@ class Plans(Case):
         self.assertEqual(outcome.answers, {})
         self.assertEqual(len(outcome.quarantined), 3)
 
-    def test_nothing_is_guessed_by_position_prefix_or_distance(self):
+    def test_nothing_is_guessed_no_position_no_prefix_no_edit_distance(self):
         items = made(2)
         for names in (["1", "2"], [items[0].id[:11], items[1].id], ["", items[1].id], [items[0].id[:-1] + "g", items[1].id]):
             raw = json.dumps([{"id": name, "answer": "x"} for name in names])
@@ -1133,7 +1133,7 @@ class Ledgers(Case):
         self.assertEqual({key: flags for key, flags in settled.items() if flags}, replayed.status)
         self.assertEqual((replayed.open, live[0].open), ({}, {}))
 
-    def test_a_row_is_written_before_its_effect_is_visible(self):
+    def test_the_ledger_is_only_appended_to_one_whole_line_at_a_time_before_a_rows_effect_is_visible(self):
         self.items_file(4)
         order, applied, written = [], bh.State.apply, os.write
 
@@ -1544,7 +1544,7 @@ class Models(EndpointCase):
         self.assertEqual((row["model_string"], row["tokens_in"], row["tokens_out"], row["finish"], row["request_id"]), ("served-1", 40, 9, "stop", "req-1"))
         self.assertIn("texts go to " + server.base, err)
 
-    def test_the_model_string_is_what_the_endpoint_said_or_null(self):
+    def test_the_model_string_in_a_row_is_what_the_endpoint_said_or_null(self):
         for said, expected in (("other", "other"), (None, None), (5, None), ("", None)):
             self.ask(self.serve(lambda prompt, n: completion(reply_to_prompt(prompt), model=said)), 1, "--ledger", "runs/ledger.jsonl")
             self.assertEqual(self.rows("runs/ledger.jsonl")[0]["model_string"], expected)
