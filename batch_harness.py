@@ -144,9 +144,9 @@ class CallFailed(Exception):
                  patience: int = 8, billed: bool = False) -> None:
         self.kind = kind if kind in ("rejected", "stop") else "retry"
         self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:4 * MAX_KEPT]        # cut to MAX_KEPT once it is masked
-        self.status = status if type(status) is int else None
+        self.status = status if type(status) is int and abs(status) < MAX_INTEGER else None
         self.wait = wait if type(wait) in (int, float) and 0 <= wait < math.inf else None  # type: ignore[operator]
-        self.patience, self.billed = patience, billed
+        self.patience, self.billed = patience if type(patience) is int else 8, bool(billed)
         super().__init__(self.detail)
 
 
@@ -221,6 +221,7 @@ INPUT_JSON = json.JSONDecoder(
     parse_int=lambda digits: Spelled(digits) if digits == "-0" or len(digits) > 300 else int(digits))
 REPLY_JSON = json.JSONDecoder(
     object_pairs_hook=_members, parse_constant=_finite, parse_float=_finite, parse_int=_integer)
+LEDGER_JSON = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 
@@ -1202,7 +1203,7 @@ def read_ledger(path: str) -> Iterator[Line]:
             for number, raw in enumerate(stream, 1):
                 bare = raw[:-1] if raw.endswith(b"\n") else raw
                 try:
-                    row = json.loads(bare.decode("utf-8-sig" if number == 1 else "utf-8"))
+                    row = LEDGER_JSON.decode(bare.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except (ValueError, RecursionError):
                     row = None
                 yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare))
@@ -1320,7 +1321,7 @@ class State:
 class History(NamedTuple):
     """What a pass over a ledger found beside its rows."""
 
-    seq: int = 0                        # of the last row
+    lines: int = 0
     crc: int = 0                        # CRC-32 of the last line
     damaged: Tuple[int, ...] = ()       # the numbers of lines that held no row
     torn: Optional[int] = None          # the number of a last line that was cut
@@ -1329,24 +1330,24 @@ class History(NamedTuple):
 
 def replay(path: str, take: Callable[[Line], Any]) -> History:
     """Hand every line that holds a row to `take`, in order; HarnessError when the file holds no ledger."""
-    rows = seq = 0
+    rows = 0
     damaged: List[int] = []
     line: Optional[Line] = None
     for line in read_ledger(path):
         if line.row is not None:
-            rows, seq = rows + 1, max(seq, line.row["seq"])
+            rows += 1
             take(line)
         elif line.whole:
             damaged.append(line.number)
     if line is None:
         return History()
-    if not rows:
+    if not rows:                        # a first row that was torn is the beginning of a ledger, another file is not
         with open(path, "rb") as stream:
             head = stream.read(len(ROW_BEGIN))
-        if damaged or not ROW_BEGIN.startswith(head):       # a first row that was torn may go on
+        if head != ROW_BEGIN and (damaged or not ROW_BEGIN.startswith(head)):
             raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % path)
     torn = line.number if line.row is None and not line.whole else None
-    return History(seq, line.crc, tuple(damaged), torn, not line.whole)
+    return History(line.number, line.crc, tuple(damaged), torn, not line.whole)
 
 
 def settled_places(path: str, state: State) -> Dict[int, int]:
@@ -1392,26 +1393,26 @@ class Ledger:
     def replay(self, state: State) -> None:
         """Fold every row into the state; HarnessError when the file holds no ledger."""
         self.history = replay(self.path, lambda line: state.apply(line.row or {}))
-        self._seq, self._crc, self._unfinished = self.history.seq, self.history.crc, self.history.unfinished
+        self._seq, self._crc, self._unfinished = self.history.lines, self.history.crc, self.history.unfinished
 
     def append(self, row: Dict[str, Any]) -> None:
         """Write one row as one line.  OSError when it could not be written; then it has no effect."""
-        if self._unfinished:
-            os.write(self._fd, b"\n")
-            self._unfinished = False
         head = {name: value for name, value in row.items() if name != "reply"}      # a reply may be long: it comes last
         line = row_text({**head, "seq": self._seq + 1, "prev": "%08x" % self._crc, **row}).encode("utf-8")
-        written = 0
+        before = b"\n" if self._unfinished else b""             # closes off a line that was torn
+        data, written = before + line + b"\n", 0
         try:
-            while written <= len(line):         # a full disk takes a part; the next write says why
-                written += os.write(self._fd, (line + b"\n")[written:])
+            while written < len(data):          # a full disk takes a part; the next write says why
+                written += os.write(self._fd, data[written:])
         except OSError:
-            if written < len(line):             # else the row is there, and only its newline is not
+            if written < len(data) - 1:         # else the row is there, and only its newline is not
                 raise
         finally:
+            there = data[len(before):written].rstrip(b"\n")
             if written:
-                self._dirty, self._unfinished = True, written <= len(line)
-                self._seq, self._crc = self._seq + 1, zlib.crc32(line[:written])
+                self._dirty, self._unfinished = True, bool(there) and written < len(data)
+            if there:
+                self._seq, self._crc = self._seq + 1, zlib.crc32(there)
 
     def sync(self) -> None:
         """Put what was appended on the disk; OSError where the disk refuses."""
@@ -1471,7 +1472,6 @@ CHOICES = "demo (offline), openai:NAME, ollama:NAME, NAME with --base-url URL, c
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
 COMMANDS: Set[int] = set()      # process groups of commands that are running
 MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
-RESEND_WITHIN = 1.0             # seconds in which a kept-alive connection may turn out to have been closed
 NO_MONEY = frozenset({"insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
                       "project_spend_limit_exceeded", "organization_usage_limit_exceeded"})
 
@@ -1526,7 +1526,7 @@ class TimedReader(io.RawIOBase):
     """The reading side of a socket with one deadline for all reads, so that a slow drip cannot outlive it."""
 
     def __init__(self, sock: Any, deadline: float) -> None:
-        self._sock, self._deadline, self._raw, self.begun = sock, deadline, sock.makefile("rb", 0), False
+        self._sock, self._deadline, self._raw = sock, deadline, sock.makefile("rb", 0)
 
     def makefile(self, mode: str) -> IO[bytes]:
         """What http.client asks of a socket."""
@@ -1542,9 +1542,7 @@ class TimedReader(io.RawIOBase):
         if left <= 0:
             raise TimeoutError("timed out")
         self._sock.settimeout(left)
-        count = int(self._raw.readinto(buffer))
-        self.begun = self.begun or count > 0
-        return count
+        return int(self._raw.readinto(buffer))
 
     def close(self) -> None:
         """Let go of the socket."""
@@ -1603,31 +1601,27 @@ class ChatEndpoint:
 
     def _post(self, data: bytes) -> Tuple[int, Any, bytes]:
         """Status, headers and body of one request, all within the time of one call."""
-        started = time.monotonic()
-        readers: List[TimedReader] = []
-        while True:
-            reused = getattr(self._local, "connection", None) is not None
-            try:
-                return self._exchange(data, started + self._timeout, readers)
-            except (OSError, self._http.HTTPException, UnicodeError, CallFailed) as error:
-                self._drop()
-                # A kept-alive connection may just have been closed: once more, if at once and before any byte came.
-                early = time.monotonic() - started <= RESEND_WITHIN and not any(reader.begun for reader in readers)
-                closed = isinstance(error, (ConnectionResetError, BrokenPipeError))         # RemoteDisconnected is one
-                if not (reused and early and closed):
-                    raise error if isinstance(error, CallFailed) else self._transport_failure(error)
+        try:
+            return self._exchange(data, time.monotonic() + self._timeout)
+        except CallFailed:
+            self._drop()
+            raise
+        except (OSError, self._http.HTTPException, UnicodeError) as error:      # not sent again unseen: it may be paid
+            self._drop()
+            raise self._transport_failure(error)
 
-    def _exchange(self, data: bytes, deadline: float, readers: List[TimedReader]) -> Tuple[int, Any, bytes]:
+    def _exchange(self, data: bytes, deadline: float) -> Tuple[int, Any, bytes]:
         left = max(0.001, deadline - time.monotonic())
-        connection = getattr(self._local, "connection", None) or self._connect(left)
-        self._local.connection = connection
+        connection = getattr(self._local, "connection", None)
+        if connection is not None and closed_by_peer(connection.sock):
+            self._drop()
+            connection = None
+        connection = self._local.connection = connection or self._connect(left)
         if connection.sock is not None:
             connection.sock.settimeout(left)
-
-        def response_class(sock: Any, *rest: Any, **named: Any) -> Any:
-            readers.append(TimedReader(sock, deadline))
-            return self._http.HTTPResponse(readers[-1], *rest, **named)
-        connection.response_class = response_class
+        # http.client reads from what makefile gives, so this is where one deadline can hold for all reads.
+        connection.response_class = lambda sock, *rest, **named: self._http.HTTPResponse(
+            TimedReader(sock, deadline), *rest, **named)
         connection.request("POST", self._target, data, self._headers)
         response = connection.getresponse()
         raw = bytearray()
@@ -1671,6 +1665,21 @@ class ChatEndpoint:
         unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in str(error)
         return CallFailed("retry", "cannot reach %s: %s %s" % (where, name, error), patience=3 if unreached else 8,
                           billed=not unreached)
+
+
+def closed_by_peer(sock: Any) -> bool:
+    """Whether a kept-alive socket, on which nothing can be due, has been closed by the other side."""
+    import socket
+    if sock is None:
+        return False
+    try:
+        sock.settimeout(0)
+        socket.socket.recv(sock, 1, socket.MSG_PEEK)            # below TLS, whose own recv cannot peek
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def secret_pattern(secrets: Iterable[str], shortest: int) -> Any:
@@ -2395,7 +2404,7 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
         if row["event"] == "attempt":
             group = tuple(row.get(name) for name in GROUP)
             add_row(groups[group], row)
-            for sha in row.get("text_sha", ()):
+            for sha in row["text_sha"] if row["verdict"] == "ok" or "quarantined" in row else ():
                 held.pop((row["task"], sha), None)
                 if "quarantined" in row:
                     held[row["task"], sha] = group
@@ -2442,6 +2451,7 @@ def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> 
             answered[row["task"]] += len(row.get("answers", ()))
     replay(path, take)
     fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
+    fitting = [t for t in fitting if answered[t.fingerprint]] or fitting
     if len(fitting) != 1:
         named = ["%s (stage %s, %d answers, %s)" % (name, t.stage, answered[name], shown(t.instruction, 40))
                  for name, t in tasks.items()]
@@ -2462,7 +2472,7 @@ def exported(source: Source, task: Task, path: str, id_length: int) -> Iterator[
         @functools.lru_cache(maxsize=1)                     # neighbours in the input often share a batch
         def row_at(place: int) -> Dict[str, Any]:
             ledger.seek(place)
-            return json.loads(ledger.readline().decode("utf-8"))  # type: ignore[no-any-return]
+            return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
         for number, row in enumerate(source.rows(), 1):
             out: Dict[str, Any] = dict.fromkeys(EXPORT_COLUMNS)
             out.update(row=number, id=row.key or "null", status="skipped")

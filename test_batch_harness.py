@@ -1080,7 +1080,7 @@ class Ledgers(Case):
         broken = [b"\0\0garbage", b"[]", b'{"event": 5}', b'{"event": "attempt"}', b'{"event": "run"}', b"[" * 100000, b"\xff\xfe"]
         broken += [json.dumps(dict(row, **change)).encode() for change in (
             {"seq": None}, {"seq": "1"}, {"verdict": ""}, {"verdict": "fine"}, {"tokens_in": None}, {"normalised": 5}, {"normalised": [[]]},
-            {"quarantined": None}, {"quarantined": ["x"]}, {"model_string": []}, {"form": []}, {"answers": 1.5}, {"answers": {}}, {"answers": 5, "verdict": "empty_reply"}, {"seq": 10 ** 4000}, {"tokens_in": 10 ** 4000}, {"answers": {"x": "y"}},
+            {"quarantined": None}, {"quarantined": ["x"]}, {"model_string": []}, {"form": []}, {"answers": 1.5}, {"answers": {}}, {"answers": 5, "verdict": "empty_reply"}, {"ms": float("nan")}, {"ms": float("inf")}, {"seq": 10 ** 4000}, {"tokens_in": 10 ** 4000}, {"answers": {"x": "y"}},
             {"batch": [[]], "verdict": "not_json"}, {"batch": "x"}, {"text_sha": None}, {"text_sha": ["x"]}, {"text_sha": ["0" * 32]}, {"batch": [5]}, {"size": "1"}, {"fallback": 0})]
         for bad in broken:
             self.write("runs/ledger.jsonl", b"\n".join(lines[:2] + [bad] + lines[3:]))
@@ -1176,6 +1176,24 @@ class Ledgers(Case):
         self.assertEqual(code, 3)
         self.assertIn("stopped early: cannot write the ledger runs/ledger.jsonl: No space left on device", out)
         self.assertEqual(self.bytes(), b"")
+
+    def test_a_ledger_whose_first_row_was_torn_again_and_again_goes_on(self):
+        self.items_file(2)
+        os.mkdir("runs")
+        for content in (b'{"event": "run", "at": "2026\n', b'{"event": "run", "at": "2026\n{"event": "run", "at"', b'{"event": "ru'):
+            self.write("runs/ledger.jsonl", content)
+            self.assertEqual(self.run_demo()[0], 0)
+            self.assertTrue(self.bytes().startswith(content))
+            self.assertIn("nothing to do", self.run_demo()[1])
+
+    def test_rows_are_numbered_by_the_line_whatever_an_edited_row_says(self):
+        self.items_file(1)
+        self.run_demo()
+        self.write("runs/ledger.jsonl", self.bytes().replace(b'"seq": 2', b'"seq": %d' % (2 ** 63 - 1)))
+        self.items_file(2)
+        self.run_demo()
+        self.assertEqual([row["seq"] for row in self.rows("runs/ledger.jsonl", "run")], [1, 3])
+        self.assertIn("nothing to do", self.run_demo()[1])
 
     def test_the_chain_goes_through_a_line_that_was_torn(self):
         self.items_file(6)
@@ -1561,9 +1579,34 @@ class Models(EndpointCase):
                 handler.answer(200, completion(reply_to_prompt(prompt)), {})
                 handler.close_connection = True             # closed without a word, as idle servers do
             return answer
-        server = self.serve(script)
-        self.assertEqual(self.ask(server, 5)[0], 0)
+        server, real = self.serve(script), bh.validate
+
+        def later(*args):
+            time.sleep(0.05)                                # time for the end to arrive
+            return real(*args)
+        with mock.patch.object(bh, "validate", later):
+            self.assertEqual(self.ask(server, 5)[0], 0)
         self.assertEqual((len(server.requests), server.connections, self.failures()), (5, 5, []))
+
+    def test_every_request_is_accounted_for_when_connections_are_reset(self):
+        import socket
+        import struct
+        on = {}
+
+        def script(prompt, number):
+            def answer(handler):
+                on[handler] = on.get(handler, 0) + 1
+                if on[handler] % 2:
+                    handler.answer(200, completion(reply_to_prompt(prompt)), {})
+                else:
+                    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    handler.close_connection = True
+            return answer
+        server = self.serve(script)
+        code, out, err = self.ask(server, 12, "--max-calls", "10")
+        self.assertEqual(code, 3)
+        self.assertEqual(len(server.requests), 10)
+        self.assertEqual(len(self.rows("runs/ledger.jsonl")) + len(self.failures()), 10)
 
     def test_a_connection_that_breaks_in_the_middle_of_a_reply_is_not_sent_again_unseen(self):
         import socket
@@ -2322,6 +2365,27 @@ class Reports(EndpointCase):
     def test_another_file_has_no_report(self):
         self.items_file(3)
         self.assertEqual(self.main("report", "--ledger", "items.jsonl")[0], 2)
+
+    def test_odd_members_of_a_row_spoil_no_reader(self):
+        self.items_file(2)
+        self.main("--input", "items.jsonl", "--model", "demo:empty=1", "--attempts", "3", "--workers", "1")
+        [run, row, *rest] = self.bytes().split(b"\n")
+        for odd in (True, [[]], "x"):
+            self.write("runs/ledger.jsonl", b"\n".join([run, json.dumps(dict(json.loads(row), text_sha=odd)).encode(), *rest]))
+            self.assertEqual(self.main("report")[0], 0)
+        self.write("runs/ledger.jsonl", b"\xef\xbb\xbf" + b"\n".join([*rest[:-1], run, b""]))
+        self.assertEqual(self.main("export", "--input", "items.jsonl")[0], 0)
+
+    def test_a_task_without_answers_does_not_stand_in_the_way(self):
+        self.items_file(2)
+        self.write("mine.py", "from batch_harness import CallFailed\ndef ask(prompt): raise CallFailed('stop', 'no', status=10 ** 30, patience='x')\n")
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:mine.py:ask", "--instruction", "A")[0], 3)
+        self.assertNotIn("damaged", self.main("report")[1])
+        self.main("--input", "items.jsonl", "--model", "cmd:cat", "--instruction", "B")
+        self.assertEqual(self.main("export", "--input", "items.jsonl")[0], 2)
+        self.write("mine.py", "import json, re\ndef ask(p): return json.dumps([{'id': i, 'answer': 'x'} for i in re.findall('<item id=\"(.*?)\"', p)])\n")
+        self.main("--input", "items.jsonl", "--model", "py:mine.py:ask", "--instruction", "B", "--retry-quarantined")
+        self.assertEqual(self.main("export", "--input", "items.jsonl")[0], 0)
 
     def test_an_export_without_any_answer_says_so(self):
         self.items_file(2)
