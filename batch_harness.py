@@ -996,7 +996,7 @@ class Ask(NamedTuple):
     """One call to make."""
 
     items: Tuple[Item, ...]
-    attempt: int                # the how-manieth time these very items are asked, from 1
+    attempt: int                # how often these very items have been asked, this call included
     fallback: bool              # made because the batch of these items failed
     last_form: bool             # no smaller call follows: when its last attempt fails, its items are quarantined
     last_attempt: bool
@@ -1038,17 +1038,18 @@ def batches(items: Iterable[Item], size: int, max_chars: Optional[int] = None) -
 def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] = None, fallback: bool = False) -> Plan:
     """The calls to make for a batch, as lists of independent asks; send it the list of their verdict codes.
 
-    `fallback` marks calls for items that failed in an earlier run, outside first-pass rates.  ValueError: no policy.
+    `fallback` marks calls for items that failed in an earlier run, outside first-pass rates.  ValueError: a policy of
+    no attempt, or of an unknown kind.
     """
     if policy.attempts < 1 or policy.on_failure not in ("single", "split", "exclude"):
         raise ValueError("%r is no policy" % (policy,))
     name, nominal = batch_id(item.id for item in batch), size or len(batch)
-    whole = len(batch) == 1 or policy.on_failure == "exclude"
+    last_form = len(batch) == 1 or policy.on_failure == "exclude"
     for attempt in range(1, policy.attempts + 1):
-        [code] = yield [Ask(tuple(batch), attempt, fallback, whole, attempt == policy.attempts, name, nominal)]
+        [code] = yield [Ask(tuple(batch), attempt, fallback, last_form, attempt == policy.attempts, name, nominal)]
         if code == "ok" or code in HOPELESS:
             break
-    if whole or code == "ok":
+    if last_form or code == "ok":
         return
     parts = [(item,) for item in batch] if policy.on_failure == "single" else _halves(tuple(batch))
     while parts:
@@ -1089,7 +1090,6 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
     >>> list(run_batch([item], lambda prompt: '[{"id": "%s", "answer": "pleased"}]' % item.id).answers.values())
     ['pleased']
     """
-    unique = list({item.id: item for item in items}.values())
     answers: Dict[str, Any] = {}
     quarantined: List[str] = []
     verdicts: List[Verdict] = []
