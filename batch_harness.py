@@ -1212,6 +1212,11 @@ def read_ledger(path: str) -> Iterator[Line]:
         raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (path, error.strerror))
 
 
+def is_demo(model: str) -> bool:
+    """Whether a model, by the name it was asked for, gives demo answers: one ledger never holds these and real ones."""
+    return model.split(":")[0] == "demo"
+
+
 FROZEN, ANSWERED, QUARANTINED, TAKEN = 1, 2, 4, 8       # what State remembers of a text
 
 
@@ -1254,7 +1259,7 @@ class State:
         """Take in one row; the keys of the items it settled.  Called after the append, and for every row replayed."""
         if row["event"] == "run":
             self._models[row["run"]] = row["model"]
-            self.demo = row["model"].split(":")[0] == "demo"
+            self.demo = is_demo(row["model"])
         elif row["event"] == "attempt" and row.get("arm") == self.arm:
             if row["task"] == self.task.fingerprint:
                 return self._attempt(row)
@@ -2066,7 +2071,7 @@ class Runner:
 
     def _started(self) -> List[threading.Thread]:
         threads: List[threading.Thread] = []
-        for _ in range(self.options.workers or self.model.workers):
+        for _ in range(self.options.workers):
             thread = threading.Thread(target=self._thread, daemon=True)
             try:
                 thread.start()
@@ -2733,7 +2738,7 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
             replay(options.ledger, lambda line: state.apply(line.row or {}))
         check_collision(source, state, options.id_length)
         kinds = ("demo", "real") if state.demo else ("real", "demo")
-        if state.demo is not None and state.demo is not (model.name.split(":")[0] == "demo"):
+        if state.demo is not None and state.demo is not is_demo(model.name):
             raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
                                % (kinds[0], model.name, kinds[1]))
         runner = Runner(source, task, model, state, options)
@@ -2762,7 +2767,7 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         bounds = "about %d calls" % calls                       # how texts fall into batches is not known before
     skipped = " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else ""
     return ("%d rows, %d items%s: %d answered, %d quarantined, %d pending\n"
-            "at batch size %d: %s, repetitions after failures apart; texts go to %s" % (
+            "at batch size %d: %s (one that brings no reply is made again); texts go to %s" % (
                 frozen.rows, frozen.items, skipped, answered, quarantined, pending,
                 options.batch_size, bounds, runner.model.host))
 
@@ -2793,9 +2798,9 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         "strict_order": options.order == "strict", "retry_params": runner.retry_params, "input": runner.source.name,
         **frozen._asdict(), "harness": __version__, "python": sys.version.split()[0]}, say)
     answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
-    standing = "%d of %d items answered, %d quarantined" % (answered, frozen.items, quarantined)
+    summary = "%d of %d items answered, %d quarantined" % (answered, frozen.items, quarantined)
     if tally["calls"]:
-        out("%s, %d pending" % (standing, frozen.items - answered - quarantined))
+        out("%s, %d pending" % (summary, frozen.items - answered - quarantined))
         first_ok = rate(runner.figures["first_ok"], runner.figures["first"])
         out("this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply" % (
             tally["calls"], first_ok, runner.figures["fallbacks"], tally["failures"]))
@@ -2803,7 +2808,7 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         by = ["%s at size %d" % name for name in state.answered_by]
         words = "; answered by %s. Another model or size reopens nothing: to ask afresh, name another --ledger"
         same = set(state.answered_by) <= {(model.name, options.batch_size)}
-        out("nothing to do: " + standing + ("" if same else words % ", ".join(by)))
+        out("nothing to do: " + summary + ("" if same else words % ", ".join(by)))
     return closing_words(runner, answered, quarantined, out)
 
 

@@ -2527,11 +2527,14 @@ class CommandLine(Case):
             err = self.refused(*words)
             self.assertEqual(len(err.splitlines()), 1, err)
 
-    def test_help_names_every_command_and_exit_code(self):
-        for words in (["--help"], ["run", "--help"], ["--version"]):
-            with self.assertRaises(SystemExit) as left:
-                self.main(*words)
-            self.assertEqual(left.exception.code, 0)
+    def test_help_names_every_command_option_group_and_exit_code(self):
+        for words, names in ((["--help"], ["run", "report", "export", *("%d %s" % entry for entry in bh.EXITS.items())]),
+                             (["run", "--help"], ["--input", "--instruction", "--model", "--batch-size", "--dry-run"]),
+                             (["--version"], [bh.__version__])):
+            out, err = self.process(*words).communicate()
+            self.assertEqual(err, b"")
+            for name in names:
+                self.assertIn(name, " ".join(out.decode().split()))
 
     def test_the_file_alone_does_everything_isolated_and_without_a_home(self):
         with open(PROGRAM, "rb") as file:
@@ -2608,6 +2611,8 @@ class Readme(Case):
         self.assertEqual(self.table("## Verdicts"), list(bh.VERDICTS))
         self.assertEqual(self.table("## What is normalised"), list(bh.NORMALISATIONS))
         self.assertEqual(self.table("## Exit codes"), [str(code) for code in bh.EXITS])
+        columns = [name for cell in self.table("## What comes out") for name in cell.replace("`", "").split(", ")]
+        self.assertEqual(tuple(columns), bh.EXPORT_COLUMNS)
         item = bh.Item("x", "7")
         [ask] = next(bh.plan([item]))
         full = bh.Reply("x", "length", None, "m", 1, 1, "r")
