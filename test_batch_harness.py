@@ -1746,6 +1746,21 @@ class Models(EndpointCase):
             self.assertTrue(self.failures()[0]["billed"])
             os.remove("runs/ledger.jsonl")
 
+    def test_silence_after_a_slow_start_gets_only_the_time_that_is_left(self):
+        def stall(handler):
+            handler.send_response(200)
+            handler.send_header("Content-Length", "100000")
+            handler.end_headers()
+            for _ in range(27):
+                handler.wfile.write(b" ")
+                time.sleep(0.1)
+            time.sleep(6)
+        server = self.serve(lambda prompt, n: stall if n == 1 else completion(reply_to_prompt(prompt)))
+        started = time.monotonic()
+        code, out, err = self.ask(server, 1, "--timeout", "3s")
+        self.assertEqual(code, 0, out + err)
+        self.assertLess(time.monotonic() - started, 5)          # a timeout for each read would make it 6
+
     def test_a_bad_key_no_money_or_a_wrong_model_stops_at_once(self):
         for status, body, words in (
                 (401, error_body(message="Incorrect API key: %s. Or Bearer %s" % (KEY, KEY), code="invalid_api_key"), "check the key"),
