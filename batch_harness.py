@@ -43,6 +43,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import datetime
 import functools
 import hashlib
 import io
@@ -57,8 +58,8 @@ import sys
 import threading
 import time
 import zlib
-from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping, NamedTuple,
-                    Optional, Sequence, Set, Tuple, Union)
+from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
+                    NamedTuple, Optional, Sequence, Set, Tuple, Union)
 
 __version__ = "0.1"
 
@@ -730,9 +731,12 @@ DEFAULT = load_task(DEFAULT_TASK)
 # PROMPT.  A pure function of items and task.  Tags carry the ids, and no text can close or open one.
 # ====================================================================================================================
 
+ITEM_TAG = re.compile(r"<(\\*/?item)", re.I)
+
+
 def guard(text: str) -> str:
     """The text with a backslash after `<` wherever an item tag would begin; one more where some stand already."""
-    return re.sub(r"<(\\*/?item)", r"<\\\1", text, flags=re.I)
+    return ITEM_TAG.sub(r"<\\\1", text) if "<" in text else text
 
 
 def unguard(text: str) -> str:
@@ -749,7 +753,7 @@ def describe(schema: Any) -> str:
 
 
 def reply_form(task: Task) -> str:
-    """The part of the prompt that says how to reply: the same for every batch, so that a prefix cache serves it."""
+    """The part of the prompt that says how to reply."""
     members = {"id": "the item's id, copied exactly"} if task.form == "list" else {}
     if task.rubric_version is not None:
         members["rubric_version"] = "the number %d" % task.rubric_version
@@ -763,11 +767,19 @@ def reply_form(task: Task) -> str:
             "instruction to you.") % (shape, listed)
 
 
-def build_prompt(items: Sequence[Item], task: Task = DEFAULT) -> str:
-    """The prompt that asks the task of these items: instruction, reply form, their number, and the tagged texts."""
+def prompt_head(task: Task) -> str:
+    """What stands before the items, and is the same for every batch, so that a prefix cache serves it."""
+    return "%s\n\n%s\n\n" % (task.instruction.strip(), reply_form(task))
+
+
+def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str] = None) -> str:
+    """The prompt that asks the task of these items: instruction, reply form, their number, and the tagged texts.
+
+    `head` is prompt_head(task), for who asks often.
+    """
     count = "There is 1 item:" if len(items) == 1 else "There are %d items:" % len(items)
     tagged = ['<item id="%s">%s</item>' % (item.id, guard(item.text)) for item in items]
-    return "%s\n\n%s\n\n%s\n%s" % (task.instruction.strip(), reply_form(task), count, "\n".join(tagged))
+    return "%s%s\n%s" % (prompt_head(task) if head is None else head, count, "\n".join(tagged))
 
 
 # ====================================================================================================================
@@ -789,11 +801,19 @@ class Reply(NamedTuple):
 
 def as_reply(raw: Any) -> Reply:
     """What a model function returned, as a Reply whose members are of the kinds they should be, or None."""
-    text, *members = raw if isinstance(raw, Reply) else Reply(raw)
-    kinds = (str, str, str, int, int, str)
-    sound: List[Any] = [member if type(member) is kind else None for member, kind in zip(members, kinds)]
-    sound = [None if member == "" or type(member) is int and abs(member) >= MAX_INTEGER else member for member in sound]
-    return Reply(str.__str__(text) if isinstance(text, str) else text, *sound)      # a subclass could be anything
+    if not isinstance(raw, Reply):
+        raw = Reply(raw)
+    text = str.__str__(raw.text) if isinstance(raw.text, str) else raw.text         # a subclass could be anything
+    return Reply(text, _word(raw.finish), _word(raw.refusal), _word(raw.model_string), _count(raw.tokens_in),
+                 _count(raw.tokens_out), _word(raw.request_id))
+
+
+def _word(value: Any) -> Optional[str]:
+    return value if type(value) is str and value else None
+
+
+def _count(value: Any) -> Optional[int]:
+    return value if type(value) is int and abs(value) < MAX_INTEGER else None
 
 
 class Verdict(NamedTuple):
@@ -858,12 +878,20 @@ def _json_of(reply: Reply, notes: List[str]) -> Any:
         raise _Refused("truncated", "finish: %s; %s" % (reply.finish, refused.detail)) if cut else refused
 
 
+REASONING_END = re.compile(r"</think(?:ing)?>")
 FENCE = re.compile(r"(`{3,9}|~{3,9})[^\S\n]*(?:\w+[^\S\n]*)?\n(.*)\1\Z", re.S)    # one, around the whole text
 
 
-def _inside_fence(text: str) -> Optional[str]:
-    fenced = FENCE.match(text)
-    return fenced and fenced.group(2).strip()
+def _views(bare: str) -> Iterator[Tuple[List[str], str]]:
+    """A text, and what is left of it under each of the wrappings it may have, with their notes."""
+    yield [], bare
+    end = REASONING_END.search(bare)
+    for used, text in [([], bare), (["reasoning"], bare[end.end():].strip())] if end else [([], bare)]:
+        if used:
+            yield used, text
+        fenced = FENCE.match(text)
+        if fenced:
+            yield [*used, "fence"], fenced.group(2).strip()
 
 
 def _unwrapped(text: str, notes: List[str]) -> Any:
@@ -878,22 +906,16 @@ def _unwrapped(text: str, notes: List[str]) -> Any:
         notes.append("white_space")
     if bare != body:
         notes.append("bom")
-    end = re.search(r"</think(?:ing)?>", bare)
-    if end is None and bare.startswith(("<think>", "<thinking>")):
+    if bare.startswith(("<think>", "<thinking>")) and not REASONING_END.search(bare):
         raise _Refused("not_json", "a reasoning block that does not end")
-    views = [([], bare), (["fence"], _inside_fence(bare))]
-    if end:
-        rest = bare[end.end():].strip()
-        views += [(["reasoning"], rest), (["reasoning", "fence"], _inside_fence(rest))]
-    for used, view in views:
-        if view is not None:
-            try:
-                value = strict_json(view)
-            except _Refused as refused:
-                problem = refused
-            else:
-                notes += used
-                return value
+    for used, view in _views(bare):
+        try:
+            value = strict_json(view)
+        except _Refused as refused:
+            problem = refused
+        else:
+            notes += used
+            return value
     raise problem
 
 
@@ -959,9 +981,9 @@ def _id_of(element: Dict[str, Any], place: int, notes: List[str]) -> str:
 
 def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
     """The answer an element gives to the task: the object of its fields, or the bare value of the only `answer`."""
-    expected = {"id", *task.fields} | ({"rubric_version"} if task.rubric_version is not None else set())
-    unknown, absent = [field for field in element if field not in expected], sorted(expected - element.keys())
-    if unknown or absent:
+    expected = {"id", *task.fields} if task.rubric_version is None else {"id", "rubric_version", *task.fields}
+    if element.keys() != expected:
+        unknown, absent = [field for field in element if field not in expected], sorted(expected - element.keys())
         raise _Refused("unknown_field" if unknown else "missing_field",
                        "%s: %s" % (name, ", ".join(map(shown, unknown[:8] or absent))))
     version = element.get("rubric_version")
@@ -1006,7 +1028,7 @@ class Ask(NamedTuple):
     @property
     def ids(self) -> Tuple[str, ...]:
         """The ids of its items, in the order asked."""
-        return tuple(item.id for item in self.items)
+        return tuple([item.id for item in self.items])
 
     def quarantines(self, code: str) -> bool:
         """Whether this verdict leaves the items without any further call."""
@@ -1126,12 +1148,18 @@ OPTIONAL: Dict[str, Any] = {                                    # and of what ki
 
 def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
     """The row without its empty members; only model_string stays, where null says that the endpoint named none."""
-    return {name: value for name, value in row.items() if name == "model_string" or value not in (None, "", (), [], {})}
+    return {name: value for name, value in row.items() if value or value == 0 or name == "model_string"}
 
 
-def row_text(row: Mapping[str, Any]) -> str:
-    """A row as one line of readable JSON: only controls, U+2028, U+2029 and lone surrogates are escaped."""
+def row_text(row: Any) -> str:
+    """A row, or a part of one, as one line of readable JSON: only controls, U+2028, U+2029 and lone surrogates are escaped."""
     return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
+
+
+def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
+    """A row's line without its place in the chain, which stands before the reply: that may be long, and comes last."""
+    head = row_text({name: value for name, value in row.items() if name != "reply"})[:-1]
+    return head, ', "reply": %s}' % row_text(row["reply"]) if "reply" in row else "}"
 
 
 def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: Mapping[str, Any]) -> Dict[str, Any]:
@@ -1400,10 +1428,9 @@ class Ledger:
         self.history = replay(self.path, lambda line: state.apply(line.row or {}))
         self._seq, self._crc, self._unfinished = self.history.lines, self.history.crc, self.history.unfinished
 
-    def append(self, row: Dict[str, Any]) -> None:
-        """Write one row as one line.  OSError when it could not be written; then it has no effect."""
-        head = {name: value for name, value in row.items() if name != "reply"}      # a reply may be long: it comes last
-        line = row_text({**head, "seq": self._seq + 1, "prev": "%08x" % self._crc, **row}).encode("utf-8")
+    def append(self, parts: Tuple[str, str]) -> None:
+        """Write a row, given as row_parts, as one line.  OSError when it could not be; then it has no effect."""
+        line = (', "seq": %d, "prev": "%08x"' % (self._seq + 1, self._crc)).join(parts).encode("utf-8")
         before = b"\n" if self._unfinished else b""             # closes off a line that was torn
         data, written = before + line + b"\n", 0
         try:
@@ -1456,9 +1483,13 @@ def lock_file(descriptor: int) -> None:
 
 
 # ====================================================================================================================
-# MODELS.  Where replies come from: callables that take a prompt and changed parameters, give a Reply or a text, and
-# raise CallFailed when no reply came.  A key goes into one header and into nothing else.
+# MODELS.  Where replies come from: callables that take a prompt and what to add to the request, give a Reply or a
+# text, and raise CallFailed when no reply came.  How one endpoint differs from another is a row of PROVIDERS, never
+# an `if` elsewhere.  A key goes into one header and into nothing else.
 # ====================================================================================================================
+
+Call = Callable[[str, Mapping[str, Any]], Reply]        # the prompt, and what to add to the request; as_reply's kind
+
 
 class Model(NamedTuple):
     """A model ready to be called."""
@@ -1468,52 +1499,345 @@ class Model(NamedTuple):
     call: Call
     params: Dict[str, Any] = {}         # sent with every request
     workers: int = 4                    # calls in flight where the person says nothing
+    structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None   # what asks for an object keyed by these ids
+    api_version: Optional[str] = None
+    roomier: str = ""                   # how to make room for a longer prompt
 
 
-Call = Callable[[str, Mapping[str, Any]], Union[str, None, Reply]]
-PROVIDERS = {"openai": ("https://api.openai.com/v1", "OPENAI_API_KEY"),         # base URL, variable of the key
-             "ollama": ("http://127.0.0.1:11434/v1", "OLLAMA_API_KEY")}
-CHOICES = "demo (offline), openai:NAME, ollama:NAME, NAME with --base-url URL, cmd:COMMAND or py:FILE.py:FUNCTION"
+class Provider(NamedTuple):
+    """How one endpoint differs from the others.  What a row leaves out is as in OpenAI's chat form."""
+
+    base: str                                       # URL; "" where the person must name it
+    key: str = ""                                   # variable of the key; "" where none is needed
+    base_variable: str = ""                         # variable of another URL
+    api: str = "chat"                               # a row of APIS
+    header: str = "Authorization: Bearer %s"        # that carries the key
+    limit: str = "max_tokens"                       # its name for --max-tokens
+    defaults: Mapping[str, Any] = {}                # sent unless --param says otherwise
+    refused: Mapping[str, str] = {}                 # parameters it refuses or drops unseen -> what to do instead
+    versions: Mapping[str, Mapping[str, str]] = {}  # of its API, the usual one first -> what is refused under each
+    statuses: Mapping[int, str] = {}                # HTTP statuses with a meaning of their own -> kind of CallFailed
+    structured: bool = True                         # whether it takes a schema for its output
+    roomier: str = ""                               # how to make room for a longer prompt
+
+
+OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL")       # any endpoint of OpenAI's form, named by its URL
+PROVIDERS: Dict[str, Provider] = {
+    "openai": Provider("https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL", limit="max_completion_tokens"),
+    "anthropic": Provider(
+        "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "messages", "x-api-key: %s",
+        defaults={"max_tokens": 8192},              # this API demands a limit
+        refused=dict.fromkeys(("seed", "n", "response_format", "max_completion_tokens"), "its API has no such field"),
+        versions={"2026-10-21": dict.fromkeys(("temperature", "top_p", "top_k"), "only --api-version 2023-06-01 does"),
+                  "2023-06-01": {}}),
+    "ollama": Provider(
+        "http://127.0.0.1:11434/v1",
+        refused=dict.fromkeys(("options", "num_ctx", "think", "n", "max_completion_tokens"),
+                              "it is dropped unseen; use a Modelfile, max_tokens or reasoning_effort"),
+        roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
+    "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
+                           statuses={403: "rejected"}),             # by its moderation
+    "gemini": Provider("https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
+    "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
+    "dashscope": Provider("https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
+                          defaults={"enable_thinking": False},      # newer models think, and bill it, unless told
+                          structured=False),
+    "mistral": Provider("https://api.mistral.ai/v1", "MISTRAL_API_KEY", refused={"seed": "it is random_seed there"}),
+    "groq": Provider("https://api.groq.com/openai/v1", "GROQ_API_KEY", statuses={498: "retry"}),    # no capacity now
+    "azure": Provider("", "AZURE_OPENAI_API_KEY", header="api-key: %s", limit="max_completion_tokens"),
+}
+CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or py:FILE.py:FUNCTION"
+           % ", ".join(PROVIDERS))
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
-COMMANDS: Set[int] = set()      # process groups of commands that are running
-MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
-NO_MONEY = frozenset({"insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
-                      "project_spend_limit_exceeded", "organization_usage_limit_exceeded"})
 
 
 def open_model(options: argparse.Namespace, task: Task) -> Model:
     """The model a person named; HarnessError, before any call, when it cannot be used."""
-    asked, params = options.model, dict(options.param)
+    asked = options.model
     if not asked:
         raise HarnessError("no --model named; choose " + CHOICES)
     provider, _, name = asked.partition(":")
     if provider == "demo":
-        return Model(asked, "this process (demo answers, no model)", Demo(task, name), params)
-    if provider in ("cmd", "py"):
-        if not name:
-            raise HarnessError("--model %s names nothing to run; choose %s" % (asked, CHOICES))
-        if params or options.retry_param or options.base_url or options.api_key_env:
-            raise HarnessError("--param, --retry-param, --base-url and --api-key-env mean nothing to %s:; "
-                               "leave them out" % provider)
-        if provider == "cmd":
-            return Model(asked, "this machine", command_model(name, options.timeout))
-        return Model(asked, "this machine", function_model(name), workers=1)
-    if not name or provider not in PROVIDERS:
-        provider, name = "", asked
-    home, variable = PROVIDERS[provider or "openai"]
-    url = options.base_url or (provider != "ollama" and os.environ.get("OPENAI_BASE_URL", "").strip())
-    if not url and not provider:
+        return Model(asked, "this process (demo answers, no model)", Demo(task, name), dict(options.param))
+    if provider not in ("cmd", "py"):
+        return open_endpoint(options, task)
+    if not name:
+        raise HarnessError("--model %s names nothing to run; choose %s" % (asked, CHOICES))
+    meaningless = [word for word in ("param", "retry_param", "base_url", "api_key_env", "api_version", "max_tokens",
+                                     "structured") if getattr(options, word)]
+    if meaningless:
+        raise HarnessError("--%s: means nothing to a model of %s:; leave it out"
+                           % (", --".join(meaningless).replace("_", "-"), provider))
+    if provider == "cmd":
+        return Model(asked, "this machine", command_model(name, options.timeout))
+    return Model(asked, "this machine", function_model(name), workers=1)
+
+
+def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
+    """The model behind an endpoint, by the row of its provider."""
+    word, _, name = options.model.partition(":")
+    provider = PROVIDERS.get(word, OTHER) if name else OTHER
+    word, name = (word, name) if provider is not OTHER else ("this endpoint", options.model)
+    if re.search(r"[\0-\x1f\x7f]", name):
+        raise HarnessError("--model %s holds a line break or another control; write the bare name" % shown(name))
+    url = options.base_url or os.environ.get(provider.base_variable, "").strip() or provider.base
+    if not url and provider is OTHER:
         raise HarnessError("--model %s names no provider and there is no --base-url; did you mean ollama:%s? choose %s"
                            % (name, name, CHOICES))
-    variable = options.api_key_env or variable
+    if not url:
+        raise HarnessError("%s has a base URL of your own; name it with --base-url https://NAME.../openai/v1" % word)
+    api, version = APIS[provider.api], options.api_version or next(iter(provider.versions), None)
+    check_parameters(options, word, provider, version)
+    limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
+    params = {**provider.defaults, **limit, **dict(options.param)}
+    client = Client(url, options.timeout)
+    client.carry(key_of_endpoint(options, provider, client), provider.header)
+    client.headers += ["anthropic-version: " + version] if version else []
+    call = Endpoint(client, api, {"model": name, **params}, provider.statuses)
+    return Model(options.model, client.host, call, params, 1 if client.loopback else 4,
+                 (lambda ids: api.structure(reply_schema(task, ids))) if task.form == "keyed" else None, version,
+                 provider.roomier)
+
+
+def check_parameters(options: argparse.Namespace, word: str, provider: Provider, version: Optional[str]) -> None:
+    """HarnessError when the provider would refuse or drop what is asked for, or two options say the same."""
+    asked = {name for name, _ in (*options.param, *options.retry_param)}
+    structure = APIS[provider.api].structure({}).keys()
+    for name, instead in {**provider.refused, **provider.versions.get(version or "", {})}.items():
+        if name in asked:
+            raise HarnessError("%s does not take %s: %s" % (word, name, instead))
+    if options.api_version and not provider.versions:
+        raise HarnessError("%s knows no --api-version; leave it out" % word)
+    if options.max_tokens and provider.limit in asked:
+        raise HarnessError("--max-tokens and --param %s say the same; give one of them" % provider.limit)
+    if options.structured and not provider.structured:
+        raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
+    if options.structured and structure & asked:
+        raise HarnessError("--structured and --param %s say the same; give one of them" % ", ".join(structure))
+
+
+def key_of_endpoint(options: argparse.Namespace, provider: Provider, client: Client) -> str:
+    """The key, from its variable; HarnessError, which never shows it, when it is missing or cannot be sent."""
+    variable = options.api_key_env or provider.key
     key = os.environ.get(variable, "").strip()
-    endpoint = ChatEndpoint(url or home, key, {"model": name, **params}, options.timeout)
     if not re.match(r"[\x21-\x7e]*\Z", key):
         raise HarnessError("the key in %s holds characters that no header can carry; set it again" % variable)
-    needed = options.api_key_env or (provider == "openai" and not endpoint.loopback)
+    needed = options.api_key_env or (provider.key and provider is not OTHER and not client.loopback)
     if needed and not key and not options.dry_run:
-        raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (endpoint.host, variable))
-    return Model(asked, endpoint.host, endpoint, params, 1 if endpoint.loopback else 4)
+        raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (client.host, variable))
+    return key
+
+
+# ---- HTTP: bytes to a host and back ----
+
+MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
+
+
+class Response(NamedTuple):
+    """One HTTP response, whole."""
+
+    status: int
+    headers: Dict[str, str]     # by name in lower case; of several, the last
+    body: bytes
+    lasting: bool               # the connection can carry another request
+
+
+class Inbox:
+    """What a connection brings, read by the line or by the byte; `receive` gives the next bytes, or none at the end."""
+
+    def __init__(self, receive: Callable[[], bytes]) -> None:
+        self._receive, self._data, self._taken = receive, b"", 0        # what came and is not read yet; all that was
+
+    def _more(self) -> bytes:
+        more = self._receive()
+        self._taken += len(more)
+        if self._taken > MAX_REPLY:
+            raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+        return more
+
+    def upto(self, mark: bytes) -> bytes:
+        """The bytes before a mark, which is passed over.  EOFError: it never came."""
+        while mark not in self._data:
+            more = self._more()
+            if not more:
+                raise EOFError("the reply broke off")
+            self._data += more
+        before, _, self._data = self._data.partition(mark)
+        return before
+
+    def take(self, size: float) -> bytes:
+        """So many bytes; infinity: all there will ever be.  EOFError: there were fewer; ValueError: less than none."""
+        if size < 0:
+            raise ValueError("a length below zero")
+        parts, left = [self._data], size - len(self._data)
+        while left > 0:
+            parts.append(self._more())
+            left -= len(parts[-1])
+            if not parts[-1]:
+                if size < math.inf:
+                    raise EOFError("the reply broke off")
+                break
+        data = b"".join(parts)
+        end = len(data) if size == math.inf else int(size)
+        self._data = data[end:]
+        return data[:end]
+
+    def chunks(self) -> Iterator[bytes]:
+        """The parts of a chunked body; its trailers are passed over."""
+        for size in iter(lambda: int(self.upto(b"\r\n").split(b";")[0], 16), 0):
+            yield self.take(size)
+            self.upto(b"\r\n")
+        while self.upto(b"\r\n"):
+            pass
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left over."""
+        return not self._data
+
+
+def read_response(receive: Callable[[], bytes]) -> Response:
+    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
+    inbox, status = Inbox(receive), "100"
+    while status[:1] == "1":                            # 1xx are news on the way
+        first, *lines = inbox.upto(b"\r\n\r\n").decode("latin-1").split("\r\n")
+        version, status = first[:9], first[9:12]
+        if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not status.isdigit():
+            raise ValueError("it does not speak HTTP: " + first[:MAX_KEPT])
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    length = headers.get("content-length")
+    lasting = version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
+    if status in ("204", "304"):
+        body = b""
+    elif headers.get("transfer-encoding", "").lower().endswith("chunked"):
+        body = b"".join(inbox.chunks())
+    else:
+        body, lasting = inbox.take(math.inf if length is None else int(length)), lasting and length is not None
+    return Response(int(status), headers, body, lasting and inbox.drained)
+
+
+class OwnLine(threading.local):
+    """A thread's own connection to a host."""
+
+    connection: Any = None
+    has_news: Callable[[], bool]        # whether something waits to be read on it, if only its end
+    began = 0.0                         # when its last request began
+
+
+class Client:
+    """Requests to one base URL over kept-alive connections, one per thread.  No redirect is followed, and what may
+    have been seen is never sent again unseen.
+    """
+
+    def __init__(self, base_url: str, timeout: float) -> None:
+        import http.client
+        url = split_url(base_url, "the base URL (--base-url or its variable)")
+        self._http = http.client
+        if url.username or url.password:
+            raise HarnessError("the base URL holds a user or password; put the key into a variable (--api-key-env)")
+        self.tls, self._path, self._query, self._timeout = url.scheme == "https", url.path.rstrip("/"), url.query, timeout
+        self._address, self._line = (url.hostname, url.port or (443 if self.tls else 80)), OwnLine()
+        self.host = "%s://%s%s" % (url.scheme, url.netloc, self._path)
+        self.loopback = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
+        self.headers = ["Host: " + url.netloc, "User-Agent: batch_harness/" + __version__,
+                        "Content-Type: application/json"]
+        self._proxy, self._login = proxy_for(url.scheme, "" if self.loopback else url.hostname)
+        if self._proxy is not None and not self.tls:
+            self._path = "http://%s:%d%s" % (*self._address, self._path)
+            self.headers += ["%s: %s" % entry for entry in self._login.items()]
+        if self.tls:
+            import ssl
+            self._context = ssl.create_default_context()
+        self.carry("", "%s")
+
+    def carry(self, key: str, header: str) -> None:
+        """Send a key with every request, and mask it, and what the URL's query holds, in all that comes back."""
+        secrets = [key, *re.split("[&=]", self._query)]
+        # In a reply's text only a long secret is looked for: a short one may be an honest word.
+        self.mask: Callable[[str], str] = functools.partial(secret_pattern(secrets, 3).sub, "***")
+        self.mask_text: Callable[[str], str] = functools.partial(secret_pattern(secrets, 16).sub, "***")
+        self.headers += [header % key] if key else []
+
+    def head(self, method: str, path: str) -> bytes:
+        """The head of a request, up to the number that is its length."""
+        path = path[3:] if path.startswith("/v1/") and self._path.endswith("/v1") else path
+        target = self._path + path + ("?" + self._query if self._query else "")
+        return "\r\n".join(["%s %s HTTP/1.1" % (method, target), *self.headers, "Content-Length: "]).encode("ascii")
+
+    def exchange(self, head: bytes, data: bytes) -> Response:
+        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
+        now, response = time.monotonic(), None
+        try:
+            sock = self._connected(now)
+            sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
+            response = read_response(functools.partial(self._receive, sock, now + self._timeout))
+            return response
+        except (OSError, EOFError, ValueError, OverflowError, self._http.HTTPException) as error:
+            raise self._failure(error)
+        finally:
+            if response is None or not response.lasting:
+                self._drop()
+
+    def _receive(self, sock: Any, deadline: float) -> bytes:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        if left < self._timeout - 0.1:          # a socket's own timeout is for one read: a drip would renew it for ever
+            sock.settimeout(left)
+        return sock.recv(1 << 16)  # type: ignore[no-any-return]
+
+    def _connected(self, now: float) -> Any:
+        """The socket of this thread's connection, kept from the last request or new."""
+        line = self._line
+        # Nothing can be due on an idle connection but its end.  One that was used a moment ago is not looked at.
+        if line.connection is not None and now - line.began > 0.05 and line.has_news():
+            self._drop()
+        if line.connection is None:
+            line.connection = self._connection()
+            line.connection.connect()
+            line.has_news = news_of(line.connection.sock)
+        line.began, sock = now, line.connection.sock
+        if sock.gettimeout() != self._timeout:
+            sock.settimeout(self._timeout)
+        return sock
+
+    def _connection(self) -> Any:
+        """A connection to be opened, through the proxy where there is one."""
+        host, port = self._address if self._proxy is None else (self._proxy.hostname, self._proxy.port or 80)
+        if not self.tls:
+            return self._http.HTTPConnection(host, port, timeout=self._timeout)
+        connection = self._http.HTTPSConnection(host, port, timeout=self._timeout, context=self._context)
+        if self._proxy is not None:
+            connection.set_tunnel(*self._address, headers=self._login)
+        return connection
+
+    def _drop(self) -> None:
+        connection, self._line.connection = self._line.connection, None
+        if connection is not None:
+            connection.close()
+
+    def _failure(self, error: Exception) -> CallFailed:
+        """What a broken transport means, in one line."""
+        import socket
+        where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
+        name, words = type(error).__name__, str(error)
+        if name == "SSLCertVerificationError":
+            return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
+        if isinstance(error, OverflowError):
+            return CallFailed("stop", "%s sent %s; check --base-url" % (where, words), billed=True)
+        if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:
+            return CallFailed("stop", "%s cannot be spoken to: %s %s; check --base-url" % (where, name, words))
+        if isinstance(error, (socket.timeout, TimeoutError)):
+            return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
+        if "Tunnel connection failed: 4" in words:
+            return CallFailed("stop", "the proxy %s refuses: %s; mend %s_proxy or set no_proxy"
+                              % (self._proxy.hostname, words, "https" if self.tls else "http"))
+        unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in words
+        return CallFailed("retry", "%s %s: %s %s" % ("cannot reach" if unreached else "no whole reply from", where, name,
+                                                     words), patience=3 if unreached else 8, billed=not unreached)
 
 
 def split_url(text: str, what: str) -> Any:
@@ -1527,164 +1851,14 @@ def split_url(text: str, what: str) -> Any:
     raise HarnessError("%s is not of the form https://HOST:PORT/PATH; set it again" % what)
 
 
-class TimedReader(io.RawIOBase):
-    """The reading side of a socket with one deadline for all reads, so that a slow drip cannot outlive it."""
-
-    def __init__(self, sock: Any, deadline: float) -> None:
-        self._sock, self._deadline, self._raw = sock, deadline, sock.makefile("rb", 0)
-
-    def makefile(self, mode: str) -> IO[bytes]:
-        """What http.client asks of a socket."""
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """One read, waiting only for the time that is left."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        self._sock.settimeout(left)
-        return int(self._raw.readinto(buffer))
-
-    def close(self) -> None:
-        """Let go of the socket."""
-        self._raw.close()
-        super().close()
-
-
-class ChatEndpoint:
-    """An endpoint of OpenAI's chat form over keep-alive connections, one per thread; redirects are refused."""
-
-    def __init__(self, base_url: str, key: str, body: Dict[str, Any], timeout: float) -> None:
-        import http.client
-        url = split_url(base_url, "the base URL (--base-url or OPENAI_BASE_URL)")
-        if url.username or url.password:
-            raise HarnessError("the base URL holds a user or password; put the key into a variable (--api-key-env)")
-        self._http, self._body, self._timeout, self._local = http.client, body, timeout, threading.local()
-        self._tls, path = url.scheme == "https", url.path.rstrip("/")
-        self._address = (url.hostname, url.port or (443 if self._tls else 80))
-        self.host = "%s://%s%s" % (url.scheme, url.netloc, path)
-        self._target = path + "/chat/completions" + ("?" + url.query if url.query else "")
-        self.loopback = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
-        secrets = [key, *re.split("[&=]", url.query)]
-        # In a reply's text only a long key is looked for: a short one may be an honest word.
-        self._secret, self._long_secret = secret_pattern(secrets, 3), secret_pattern(secrets, 16)
-        self._proxy, login = proxy_for(url.scheme, "" if self.loopback else url.hostname)
-        self._headers = {"Content-Type": "application/json", "User-Agent": "batch_harness/" + __version__}
-        self._headers.update({"Authorization": "Bearer " + key} if key else {})
-        if self._tls:
-            import ssl
-            self._context, self._tunnel = ssl.create_default_context(), login
-        else:
-            self._headers.update(login)
-            self._target = ("http://%s:%d" % self._address if self._proxy is not None else "") + self._target
-
-    def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
-        """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
-        body = {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
-        document = None
-        try:
-            status, headers, raw = self._post(json.dumps(body).encode("ascii"))
-            text = raw.decode("utf-8-sig", "surrogateescape")       # what is not UTF-8 is refused as a lone surrogate
-            with contextlib.suppress(ValueError, RecursionError):
-                document = json.loads(text)
-            if not 200 <= status < 300:
-                raise classify(status, document, text, retry_after(headers, time.time()), set(body) - {"messages"})
-            if not isinstance(document, dict):
-                detail = "%s sent no JSON: %s" % (self.host, text)
-                raise CallFailed("retry", detail, status=status, patience=3, billed=True)
-            reply = chat_reply(document, text, headers.get("x-request-id"))
-        except CallFailed as failure:
-            failure.detail = self._secret.sub("***", failure.detail)
-            raise failure
-        words = {name: getattr(reply, name) for name in ("finish", "refusal", "model_string", "request_id")}
-        hidden: Dict[str, Any] = {name: word and self._secret.sub("***", word) for name, word in words.items()}
-        return reply._replace(text=reply.text and self._long_secret.sub("***", reply.text), **hidden)
-
-    def _post(self, data: bytes) -> Tuple[int, Any, bytes]:
-        """Status, headers and body of one request, all within the time of one call."""
-        try:
-            return self._exchange(data, time.monotonic() + self._timeout)
-        except CallFailed:
-            self._drop()
-            raise
-        except (OSError, self._http.HTTPException, UnicodeError) as error:      # not sent again unseen: it may be paid
-            self._drop()
-            raise self._transport_failure(error)
-
-    def _exchange(self, data: bytes, deadline: float) -> Tuple[int, Any, bytes]:
-        left = max(0.001, deadline - time.monotonic())
-        connection = getattr(self._local, "connection", None)
-        if connection is not None and closed_by_peer(connection.sock):
-            self._drop()
-            connection = None
-        connection = self._local.connection = connection or self._connect(left)
-        if connection.sock is not None:
-            connection.sock.settimeout(left)
-        # http.client reads from what makefile gives, so this is where one deadline can hold for all reads.
-        connection.response_class = lambda sock, *rest, **named: self._http.HTTPResponse(
-            TimedReader(sock, deadline), *rest, **named)
-        connection.request("POST", self._target, data, self._headers)
-        response = connection.getresponse()
-        raw = bytearray()
-        for part in iter(lambda: response.read1(1 << 16), b""):
-            raw += part
-            if len(raw) > MAX_REPLY:
-                raise CallFailed("stop", "%s sent more than %d MB as one reply; check --base-url"
-                                 % (self.host, MAX_REPLY >> 20), billed=True)
-        if response.length:
-            raise self._http.IncompleteRead(b"", response.length)
-        response.close()
-        if response.will_close:
-            self._drop()
-        return response.status, response.headers, bytes(raw)
-
-    def _connect(self, left: float) -> Any:
-        host, port = self._address if self._proxy is None else (self._proxy.hostname, self._proxy.port or 80)
-        if not self._tls:
-            return self._http.HTTPConnection(host, port, timeout=left)
-        connection = self._http.HTTPSConnection(host, port, timeout=left, context=self._context)
-        if self._proxy is not None:
-            connection.set_tunnel(*self._address, headers=self._tunnel)
-        return connection
-
-    def _drop(self) -> None:
-        connection, self._local.connection = getattr(self._local, "connection", None), None
-        if connection is not None:
-            connection.close()
-
-    def _transport_failure(self, error: Exception) -> CallFailed:
-        """What a broken transport means, in one line."""
-        import socket
-        where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
-        name = type(error).__name__
-        if name == "SSLCertVerificationError":
-            return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
-        if isinstance(error, (self._http.InvalidURL, UnicodeError)) or "WRONG_VERSION_NUMBER" in str(error):
-            return CallFailed("stop", "%s cannot be spoken to: %s %s; check --base-url" % (where, name, error))
-        if isinstance(error, (socket.timeout, TimeoutError)):
-            return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
-        unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in str(error)
-        return CallFailed("retry", "cannot reach %s: %s %s" % (where, name, error), patience=3 if unreached else 8,
-                          billed=not unreached)
-
-
-def closed_by_peer(sock: Any) -> bool:
-    """Whether a kept-alive socket, on which nothing can be due, has been closed by the other side."""
-    import socket
-    if sock is None:
-        return False
-    try:
-        sock.settimeout(0)
-        socket.socket.recv(sock, 1, socket.MSG_PEEK)            # below TLS, whose own recv cannot peek
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True
+def news_of(sock: Any) -> Callable[[], bool]:
+    """A function that says whether something waits to be read on a socket, if only its end."""
+    import select
+    if not hasattr(select, "poll"):                     # Windows
+        return lambda: bool(select.select([sock], [], [], 0)[0])
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return lambda: bool(poll.poll(0))
 
 
 def secret_pattern(secrets: Iterable[str], shortest: int) -> Any:
@@ -1713,36 +1887,67 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
     return proxy, basic if proxy.username else {}
 
 
-def classify(status: int, document: Any, text: str, wait: Optional[float], sent: Set[str]) -> CallFailed:
-    """What an HTTP status that is no success means, from status and error code, never from the message.  Pure.
+# ---- what an API's words mean: pure ----
 
-    `sent` names the parameters of the request: a 400 that blames one of them would meet every call.
-    """
+STATUSES: Dict[int, str] = {                        # HTTP status -> kind of CallFailed; 5xx are retried, others stop
+    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry"}
+CODES: Dict[str, str] = {                           # error codes and types that say more than the status does
+    **dict.fromkeys(("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
+                     "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "billing_error",
+                     "enforced_spend_limit_reached", "contract_spend_limit_reached"), "stop"),
+    **dict.fromkeys(("unsupported_parameter", "unsupported_value"), "stop"),
+    **dict.fromkeys(("context_length_exceeded", "exceed_context_size_error", "content_filter"), "rejected")}
+HINTS = {401: "check the key", 402: "no money is left", 403: "the key may not do this", 407: "the proxy wants a login",
+         404: "check model and --base-url", 429: "no money or quota is left: mend that first"}
+
+
+class ApiError(NamedTuple):
+    """The error in a body, whatever its shape."""
+
+    words: str
+    codes: Tuple[str, ...] = ()
+    blamed: Tuple[str, ...] = ()        # members of the request it blames
+    generation: Any = None              # what the model wrote, where the endpoint refuses it as no JSON
+
+
+def error_in(document: Any, text: str) -> ApiError:
+    """The error in a body of any known shape: an object, a list of one, a bare text, FastAPI's `detail`, HTML."""
     document = document[0] if isinstance(document, list) and document else document
     error = document.get("error", document) if isinstance(document, dict) else None
     members = error if isinstance(error, dict) else {}
-    code, kind, param = (str(members.get(name) or "") for name in ("code", "type", "param"))
-    detail = "HTTP %d: %s" % (status, members.get("message") or error or text)
-    places: Any = members.get("detail")
+    places, details = members.get("detail"), members.get("details")
     locs = [entry.get("loc") for entry in places if isinstance(entry, dict)] if isinstance(places, list) else []
-    blamed = {re.split(r"[.\[]", param)[0]} | {str(loc[1]) for loc in locs if isinstance(loc, list) and len(loc) > 1}
-    if {code, kind} & NO_MONEY:
-        return CallFailed("stop", detail + "; no money or quota is left: mend that first", status=status)
-    if status in (408, 409, 425, 429, 498) or status >= 500:
-        return CallFailed("retry", detail, status=status, wait=wait, billed=status >= 500)
-    if status in (400, 413, 422) and not blamed & sent and code not in ("unsupported_parameter", "unsupported_value"):
-        return CallFailed("rejected", detail, status=status)
-    hint = {401: "check the key", 402: "no money is left", 403: "the key may not do this",
-            404: "check model and --base-url"}.get(status, "mend the request (--param, --retry-param)")
-    hint = "it redirects; name the final URL with --base-url" if status < 400 else hint
-    return CallFailed("stop", "%s; %s" % (detail, hint), status=status)
+    words = str(members.get("message") or error or text)
+    codes = [members.get("code"), members.get("type"), details.get("error_code") if isinstance(details, dict) else ""]
+    blamed = [members.get("param"), *(loc[1] for loc in locs if isinstance(loc, list) and len(loc) > 1),
+              words.partition(": ")[0]]             # Anthropic names the member before the words
+    return ApiError(words, tuple(code for code in codes if isinstance(code, str)),
+                    tuple(re.split(r"[.\[]", name)[0] for name in blamed if isinstance(name, str)),
+                    members.get("failed_generation"))
 
 
-def retry_after(headers: Any, now: float) -> Optional[float]:
+def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
+             statuses: Mapping[int, str] = {}) -> CallFailed:
+    """What an HTTP status that is no success means, from status and error code, never from the message.
+
+    `sent` names the members of the request: an error that blames one, beside the messages, would meet every call.
+    """
+    kind = {**STATUSES, **statuses}.get(status, "retry" if status >= 500 or status == 402 and wait else "stop")
+    kind = next((CODES[code] for code in error.codes if code in CODES), kind)
+    if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
+        kind = "stop"
+    detail = "HTTP %d: %s" % (status, error.words)
+    if kind == "stop":
+        hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
+        detail = "%s; %s" % (detail, hint or "mend the request (--param, --retry-param)")
+    return CallFailed(kind, detail, status=status, wait=wait, billed=status >= 500)
+
+
+def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
     """Seconds the server asks to wait: retry-after-ms, or retry-after as seconds or a date.  None: nothing usable."""
     import email.utils
     for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        value = (headers.get(name) or "").strip()
+        value = headers.get(name, "").strip()
         with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):     # junk is no wait
             if re.match(r"[-+.\d]+\Z", value):
                 wait = float(value) * scale
@@ -1753,32 +1958,157 @@ def retry_after(headers: Any, now: float) -> Optional[float]:
     return None
 
 
-def chat_reply(document: Mapping[str, Any], text: str, request_id: Optional[str]) -> Reply:
-    """The Reply in a chat completion; CallFailed when it holds an error or no choice.  Pure."""
-    choices = document.get("choices")
-    choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-    error = document.get("error") or choice.get("error")
-    if error:
-        status = error.get("code") if isinstance(error, dict) else None
-        raise classify(status if type(status) is int and status >= 400 else 500, {"error": error}, "", None, set())
-    message, usage, finish = choice.get("message"), document.get("usage"), choice.get("finish_reason")
-    if not isinstance(message, dict) or (isinstance(finish, str) and finish in FAILED_FINISHES):
-        raise CallFailed("retry", "a reply without a whole choice: " + text, status=200, patience=3, billed=True)
-    content = message.get("content")
+def text_of(content: Any) -> Optional[str]:
+    """The text of a content: a string, or the text parts of a list, without thinking or other parts."""
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(part for part in parts if isinstance(part, str))
-    usage = usage if isinstance(usage, dict) else {}
-    content = content if isinstance(content, str) else None
-    return as_reply(Reply(content, finish, message.get("refusal"), document.get("model"), usage.get("prompt_tokens"),
-                          usage.get("completion_tokens"), request_id))
+        return "".join(part for part in parts if isinstance(part, str))
+    return content if isinstance(content, str) else None
+
+
+def first_choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The first choice of a chat completion; empty where there is none."""
+    choices = document.get("choices")
+    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+
+
+def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
+    """The Reply in a body of OpenAI's chat form, or None where there is none.  Reasoning beside the content is left."""
+    choice, usage = first_choice(document), document.get("usage")
+    message, usage = choice.get("message"), usage if isinstance(usage, dict) else {}
+    if not isinstance(message, dict):
+        return None
+    return Reply(text_of(message.get("content")), choice.get("finish_reason"), message.get("refusal"),
+                 document.get("model"), usage.get("prompt_tokens"), usage.get("completion_tokens"))
+
+
+def messages_reply(document: Mapping[str, Any]) -> Optional[Reply]:
+    """The Reply in a body of Anthropic's Messages API, or None where there is none."""
+    if not isinstance(document.get("content"), list):
+        return None
+    usage, stopped = document.get("usage"), document.get("stop_details")
+    usage, stopped = (part if isinstance(part, dict) else {} for part in (usage, stopped))
+    read = [usage.get(name) for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
+    tokens = sum(count for count in read if type(count) is int) if type(read[0]) is int else None
+    words = stopped.get("explanation") or stopped.get("category")
+    return Reply(text_of(document["content"]), document.get("stop_reason"),
+                 words if document.get("stop_reason") == "refusal" else None, document.get("model"), tokens,
+                 usage.get("output_tokens"))
+
+
+class Api(NamedTuple):
+    """One form of request and reply."""
+
+    path: str
+    reply: Callable[[Mapping[str, Any]], Optional[Reply]]
+    structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
+
+
+APIS: Dict[str, Api] = {
+    "chat": Api("/chat/completions", chat_reply, lambda schema: {"response_format": {
+        "type": "json_schema", "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
+    "messages": Api("/v1/messages", messages_reply, lambda schema: {"output_config": {
+        "format": {"type": "json_schema", "schema": schema}}}),
+}
+
+
+def reply_schema(task: Task, ids: Sequence[str]) -> Dict[str, Any]:
+    """The schema of one object keyed by these ids.  Of the fields' rules it holds what every provider takes."""
+    rubric = {} if task.rubric_version is None else {"rubric_version": {"type": "integer", "enum": [task.rubric_version]}}
+    element = _closed({**rubric, **{name: sent_schema(schema) for name, schema in task.fields.items()}})
+    return _closed(dict.fromkeys(ids, element))
+
+
+def _closed(properties: Mapping[str, Any]) -> Dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def sent_schema(schema: Any) -> Dict[str, Any]:
+    """A field's schema without the keywords that providers refuse; all of them are still checked here.
+
+    >>> sent_schema({"const": "yes"}), sent_schema({"type": "number", "minimum": 0})
+    ({'type': 'string', 'enum': ['yes']}, {'type': 'number'})
+    """
+    labels, rules = labels_of(schema), schema if isinstance(schema, dict) else {}
+    sent: Dict[str, Any] = {name: rules[name] for name in ("type",) if name in rules}
+    if labels is not None:
+        kinds = [next(name for name, fits in TYPES.items() if fits(label)) for label in labels]
+        sent = {"type": kinds[0] if len(set(kinds)) == 1 else sorted(set(kinds)), "enum": labels, **sent}
+    if "items" in rules:
+        sent["items"] = sent_schema(rules["items"])
+    return sent
+
+
+def seems_cut(prompt: str, tokens: Optional[int]) -> bool:
+    """Whether an endpoint that counted so many tokens has read only a part of this prompt.
+
+    In any language a token is at most about 5 letters, or 1.8 Chinese characters: half of what these rates give is
+    what an endpoint reports that keeps the half of its context, as Ollama does.  Runs of one character count once.
+    """
+    if tokens is None or tokens > 0.4 * len(prompt) or len(prompt) < 2000:
+        return False
+    bare = re.sub(r"(.)\1{3,}", r"\1", prompt, flags=re.S)
+    dense = len(re.findall("[\u3040-\u9fff\uac00-\ud7a3]", bare))
+    wide = len(re.findall("[^\0-\x7f]", bare)) - dense
+    return tokens < 0.6 * (dense / 1.5 + wide / 3 + (len(bare) - dense - wide) / 4)
+
+
+class Endpoint:
+    """A model behind an API: asks, and reads what came, with every word of it masked."""
+
+    def __init__(self, client: Client, api: Api, body: Dict[str, Any], statuses: Mapping[int, str] = {}) -> None:
+        self._client, self._api, self._body, self._statuses = client, api, body, statuses
+        self._head = client.head("POST", api.path)
+
+    def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
+        """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
+        body = {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
+        response, mask = self._client.exchange(self._head, json.dumps(body).encode("ascii")), self._client.mask
+        try:
+            reply = as_reply(self.read(response, body))
+        except CallFailed as failure:
+            failure.detail = mask(failure.detail)
+            raise failure
+        text, finish, refusal, model_string, tokens_in, tokens_out, request_id = reply
+        return Reply(text and self._client.mask_text(text), finish and mask(finish), refusal and mask(refusal),
+                     model_string and mask(model_string), tokens_in, tokens_out, request_id and mask(request_id))
+
+    def read(self, response: Response, sent: Iterable[str]) -> Reply:
+        """The Reply of a response; CallFailed when it holds an error or no reply.  Pure but for the date of a wait."""
+        text = response.body.decode("utf-8", "surrogateescape").lstrip("\ufeff")         # no UTF-8: a lone surrogate
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
+            document = None
+        status = response.status
+        if not 200 <= status < 300:
+            error = error_in(document, text)
+            if isinstance(error.generation, str):       # the model's own words, refused there as no JSON
+                return Reply(error.generation)
+            raise classify(status, error, retry_after(response.headers, time.time()), sent, self._statuses)
+        if not isinstance(document, dict):
+            raise CallFailed("retry", "%s sent no JSON: %s" % (self._client.host, text), status=status, patience=3,
+                             billed=True)
+        reply, inner = self._api.reply(document), document.get("error") or first_choice(document).get("error")
+        if inner:                                       # an error inside a success
+            code = inner.get("code") if isinstance(inner, dict) else None
+            code = code if type(code) is int and code >= 400 else 500
+            raise classify(code, error_in({"error": inner}, text), retry_after(response.headers, time.time()), ())
+        if reply is None or (isinstance(reply.finish, str) and reply.finish in FAILED_FINISHES):
+            raise CallFailed("retry", "a reply without a whole choice: " + text, status=status, patience=3, billed=True)
+        return reply._replace(request_id=response.headers.get("x-request-id") or response.headers.get("request-id"))
+
+
+# ---- models that need no network ----
+
+COMMANDS: Set[int] = set()      # process groups of commands that are running
 
 
 def command_model(command: str, timeout: float) -> Call:
     """A shell command that reads the prompt on standard input and writes the reply."""
     import subprocess
 
-    def call(prompt: str, extra: Mapping[str, Any]) -> str:
+    def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
         with subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, start_new_session=True) as process:
             COMMANDS.add(process.pid)
@@ -1793,7 +2123,7 @@ def command_model(command: str, timeout: float) -> Call:
             said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
             raise CallFailed("stop" if process.returncode in (126, 127) else "retry",       # not found, not executable
                              "the command ended with %d: %s" % (process.returncode, said), patience=3, billed=True)
-        return out.decode("utf-8", "surrogateescape")       # what is not UTF-8 is refused as a lone surrogate
+        return Reply(out.decode("utf-8", "surrogateescape"))        # what is not UTF-8 is refused as a lone surrogate
     return call
 
 
@@ -1821,9 +2151,9 @@ def function_model(place: str) -> Call:
     if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise HarnessError("--model py:%s is no plain function; write one that takes the prompt, returns text" % place)
 
-    def call(prompt: str, extra: Mapping[str, Any]) -> Union[str, None, Reply]:
+    def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
         try:
-            return function(prompt)  # type: ignore[no-any-return]
+            return as_reply(function(prompt))
         except CallFailed:
             raise
         except BaseException as error:      # sys.exit in it must not end this run as if it were done
@@ -1915,15 +2245,17 @@ DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
 
 # ====================================================================================================================
 # RUN.  Drives plans with a few threads.  Threads decide nothing: what a reply means is validate's, what follows is
-# plan's, what is done is State's.  One lock guards the ledger, the state and the queues.
+# plan's, what is done is State's, when a call may begin is Pace's.  One lock guards ledger, state, pace and queues.
 # ====================================================================================================================
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
+OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
 DOUBTFUL = 3                            # rejected calls that end a run in which no call has succeeded
 Job = Tuple["Flight", Ask]              # one call to make, and the flight that is told of its verdict
+Came = Union[CallFailed, Tuple[Dict[str, Any], Tuple[str, str], bool]]  # what it came to: row, its parts, a cut prompt
 
 
 class Flight:
@@ -1952,6 +2284,45 @@ class Flight:
         return [] if self._asks is before else jobs         # the others of this step are on their way
 
 
+class Pace:
+    """When the next call may begin.  Told the time, in seconds, and given its dice, so that it has neither.
+
+    An endpoint that is overloaded halves the calls in flight, once for each wait; every reply lets them grow back by
+    a share, so that a whole round of replies adds one.
+    """
+
+    def __init__(self, workers: int, rpm: Optional[int], dice: Callable[[], float]) -> None:
+        self.strikes, self.held_until = 0, 0.0          # failures in a row outside a wait; no call begins before
+        self.limit = float(workers)                     # of calls in flight
+        self._workers, self._spacing, self._dice, self._slot = workers, 60.0 / rpm if rpm else 0.0, dice, 0.0
+
+    def opens(self, in_flight: int) -> float:
+        """The time from which a call may begin beside so many; infinity: not before one of them has ended."""
+        return max(self.held_until, self._slot) if in_flight < int(self.limit) else math.inf
+
+    def began(self, now: float) -> None:
+        """A call begins."""
+        self._slot = now + self._spacing
+
+    def replied(self) -> None:
+        """A call brought a reply."""
+        self.strikes, self.limit = 0, min(self._workers, self.limit + 1 / self.limit)
+
+    def failed(self, failure: CallFailed, now: float, in_flight: int) -> float:
+        """How many seconds to put a failed call off: as long as the server says, else bounded exponential; jittered."""
+        held = now < self.held_until                    # of an episode whose wait is known
+        self.strikes += not held
+        if failure.status in OVERLOADED and not held:
+            self.limit = max(1.0, min(self.limit, in_flight) / 2)
+        if failure.wait is not None:
+            wait = failure.wait + min(1.0, 0.1 * failure.wait + 0.05) * self._dice()        # never earlier than told
+        else:
+            wait = min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self.strikes - 1)) * (1 - 0.5 * self._dice())
+        if failure.wait is not None or failure.status in OVERLOADED or self.strikes > 1:
+            self.held_until = max(self.held_until, now + wait)          # told to one, holds for all
+        return wait
+
+
 class Runner:
     """One run: asks what is pending, and leaves every reply on the ledger.  `options` are those of the command line."""
 
@@ -1959,7 +2330,8 @@ class Runner:
         import random
         self.source, self.task, self.model, self.state, self.options = source, task, model, state, options
         self.policy, self.retry_params = Policy(options.attempts, options.on_failure), dict(options.retry_param)
-        self.run_id, self._random = "%012x" % random.SystemRandom().getrandbits(48), random.random
+        self.run_id = "%012x" % random.SystemRandom().getrandbits(48)
+        self.pace = Pace(options.workers, options.rpm, random.random)
         self.tally: Counter[str] = collections.Counter()            # calls, replies, answered, ... of this run
         self.figures: Counter[str] = collections.Counter()          # of its attempt rows, as the report counts them
         self.code, self.reason = DONE, ""                           # another code: it stopped early, and why
@@ -1967,28 +2339,28 @@ class Runner:
         self._side: Deque[Flight] = collections.deque()             # flights met while items are read into batches
         self._ledger: Optional[Ledger] = None
         self._error: Optional[BaseException] = None                 # of a thread, to be raised in the main one
-        self._hints: List[str] = []                                 # for the main thread to say
+        self._hints: Dict[str, str] = {}                            # for the main thread to say, each kind once
         self._signals: List[int] = []
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)                # notified of all that a waiting thread may act on
         self._ready: Deque[Job] = collections.deque()
         self._delayed: List[Tuple[float, Job]] = []
         self._doubtful: List[Tuple[Job, CallFailed]] = []           # refused while no call had succeeded
-        self._in_flight = self._strikes = 0
-        self._deadline, self._held_until = time.monotonic() + (options.deadline or math.inf), 0.0
+        self._prompt_head = prompt_head(task)
+        self._in_flight, self._started_at = 0, time.monotonic()
+        self._deadline = self._started_at + (options.deadline or math.inf)
 
     # ---- what to ask ----
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
 
-    def _wanted(self, item: Item) -> bool:
-        """Whether the item is to be asked in this run."""
-        flags = self._flags(item)
+    def _wanted(self, flags: int) -> bool:
+        """Whether an item with these flags is to be asked in this run."""
         return not flags & ANSWERED and (not flags & QUARANTINED or self.options.retry_quarantined)
 
-    def _items(self) -> Iterator[Item]:
-        """The frozen items of the input, each once, until --limit of those to be asked have been read."""
+    def _items(self) -> Iterator[Tuple[Item, int]]:
+        """The frozen items of the input with their flags, each once, until --limit of those to be asked are read."""
         left = self.options.limit or math.inf
         settled = self.state.count(ANSWERED if self.options.retry_quarantined else ANSWERED | QUARANTINED)
         if settled == self.state.count(FROZEN):         # nothing is pending: no second pass
@@ -1996,28 +2368,31 @@ class Runner:
         for row in self.source.rows():
             if row.error is None:
                 item = Item(row.text, row.key, self.options.id_length)
-                flags = self._flags(item)
+                key = key_of(item.digest)
+                flags = self.state.status.get(key, 0)
                 if not flags & FROZEN:
                     self.tally["unfrozen"] += 1
                 elif not flags & TAKEN:
-                    left -= self._wanted(item)
+                    left -= self._wanted(flags)
                     if left < 0:
                         return
-                    self.state.status[key_of(item.digest)] = flags | TAKEN
-                    yield item
+                    self.state.status[key] = flags | TAKEN
+                    yield item, flags
 
     def _fresh(self) -> Iterator[Item]:
         """The items for new batches; whole open batches, and quarantined items, become flights of their own."""
         member_of = {name: batch for batch, opened in self.state.open.items() for name in opened.ids}
         groups: Dict[str, Dict[str, Item]] = collections.defaultdict(dict)
-        for item in self._items():
+        for item, flags in self._items():
             name = member_of.get(item.id)
-            if name is None:
+            if name is not None:
+                groups[name][item.id] = item
+                if len(groups[name]) == len(self.state.open[name].ids):
+                    yield from self._resumed(self.state.open[name], groups.pop(name))
+            elif not flags & (ANSWERED | QUARANTINED):
+                yield item
+            else:
                 yield from self._for_batches([item])
-                continue
-            groups[name][item.id] = item
-            if len(groups[name]) == len(self.state.open[name].ids):
-                yield from self._resumed(self.state.open[name], groups.pop(name))
         for group in groups.values():                   # the input no longer holds the whole batch
             yield from self._for_batches(group.values())
 
@@ -2033,10 +2408,11 @@ class Runner:
 
     def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
         """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
-        for item in filter(self._wanted, items):
-            if self._flags(item) & QUARANTINED:
+        for item in items:
+            flags = self._flags(item)
+            if flags & QUARANTINED and self._wanted(flags):
                 self._side.append(Flight(plan([item], self.policy, 1, fallback=True)))
-            else:
+            elif self._wanted(flags):
                 yield item
 
     def _all_flights(self) -> Iterator[Flight]:
@@ -2098,19 +2474,29 @@ class Runner:
                 if now - synced > 1:
                     synced = now
                     self._guarded(lambda ledger: ledger.sync())
-                if now - spoken > 10 and threads:
-                    spoken = now
-                    self._hints.append(self._progress(self._held_until - now))          # not once: a sign of life
-            for words in self._hints[said:]:
-                said += 1
-                say(words)
+                words, news = self._progress(now), list(self._hints.values())[said:]
+            said += len(news)
+            for line in news:
+                say(line)
+            if say.width:
+                say.live(fitting(words, say.width - 1) if threads else "")
+            elif now - spoken > (10 if now - self._started_at < 60 else 60):        # now and then: a sign of life
+                spoken = now
+                say(fitting(words))
 
-    def _progress(self, wait: float) -> str:
-        tally = self.tally
-        return "%d of %d items done, %d calls, first passes ok %s, %d quarantined%s" % (
-            tally["answered"] + tally["quarantined"], tally["pending"], tally["calls"],
-            rate(self.figures["first_ok"], self.figures["first"]), tally["quarantined"],
-            ", waiting %d s for the endpoint" % wait if wait > 1 else "")
+    def _progress(self, now: float) -> List[str]:
+        """How far the run is, the most wanted first; only what it does itself counts for its speed."""
+        tally, figures, seconds, wait = self.tally, self.figures, now - self._started_at, self.pace.held_until - now
+        done = tally["answered"] + tally["quarantined"]
+        left = (tally["pending"] - done) * seconds / done if done else 0
+        return ["%d/%d" % (done, tally["pending"]), "waiting %d s for the endpoint" % wait if wait > 1 else "",
+                "%.3g/s" % (done / seconds) if done > seconds else "%.3g/min" % (60 * done / seconds),
+                clock(left) + " left" if done else "",
+                "first pass %.1f %%" % (100 * figures["first_ok"] / figures["first"]) if figures["first"] else "",
+                "%d quarantined" % tally["quarantined"] if tally["quarantined"] else "",
+                "%d fallbacks" % figures["fallbacks"] if figures["fallbacks"] else "",
+                "%d failed calls" % tally["failures"] if tally["failures"] else "",
+                "%d+%d tokens" % (figures["tokens_in"], figures["tokens_out"]) if figures["tokens_in"] else ""]
 
     def _catch_signals(self) -> Dict[int, Any]:
         """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger."""
@@ -2129,9 +2515,17 @@ class Runner:
         return before
 
     def _thread(self) -> None:
+        """Make calls until there are none; the lock is taken once for each, to settle the last and choose the next."""
+        came: Optional[Tuple[Job, Came]] = None
         try:
-            for job in iter(self._next, None):
-                self._perform(*job)
+            while True:
+                with self._lock:
+                    if came is not None:
+                        self._settle(*came)
+                    job = self._next()
+                if job is None:
+                    return
+                came = job, self._asked(job[1])
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self._lock:
                 if not isinstance(error, HarnessError):
@@ -2140,28 +2534,33 @@ class Runner:
 
     def _next(self) -> Optional[Job]:
         """The next call to make, waiting where there is none yet; None when this run makes no more."""
-        with self._lock:
-            while not self.code:
-                now = time.monotonic()
-                spent = "the --deadline of %g s has passed" % self.options.deadline if now >= self._deadline else ""
-                if self.tally["calls"] == self.options.max_calls:
-                    spent = "--max-calls %d is reached" % self.tally["calls"]
-                job = self._due(now) if now >= self._held_until else None
-                if spent and (job is not None or self._delayed):
-                    self._stop(spent, STOPPED)
-                elif job is not None:
-                    self.tally["calls"] += 1
-                    self._in_flight += 1
-                    return job
-                elif self._in_flight or self._delayed or now < self._held_until:
-                    until = max(self._held_until, min((due for due, _ in self._delayed), default=now + 60))
-                    until = min(until, self._deadline) if now < self._deadline else until
-                    self._work.wait(max(0.0, min(until - now, 60)))
-                elif self._doubtful:
-                    self._settle_doubtful()
-                else:
-                    break
-            return None
+        while not self.code:
+            now = time.monotonic()
+            job, opens, spent = self._due(now), self.pace.opens(self._in_flight), self._spent(now)
+            if spent and (job is not None or self._delayed):
+                self._stop(spent, STOPPED)
+            elif job is not None and opens <= now:
+                self.tally["calls"] += 1
+                self._in_flight += 1
+                self.pace.began(now)
+                return job
+            elif job is not None or self._in_flight or self._delayed:
+                self._ready.extendleft([job] if job is not None else ())
+                until = opens if job is not None else min((due for due, _ in self._delayed), default=math.inf)
+                until = min(until, self._deadline) if now < self._deadline else until
+                self._work.wait(max(0.0, min(until - now, 60)))
+            elif self._doubtful:
+                self._settle_doubtful()
+            else:
+                break
+        self._work.notify_all()                         # that this thread has nothing more to do may hold for others
+        return None
+
+    def _spent(self, now: float) -> str:
+        """Which budget of the run is used up, in words."""
+        if self.tally["calls"] == self.options.max_calls:
+            return "--max-calls %d is reached" % self.tally["calls"]
+        return "the --deadline of %g s has passed" % self.options.deadline if now >= self._deadline else ""
 
     def _due(self, now: float) -> Optional[Job]:
         """A call that may be made now: of a batch begun, repeated after a failure, or of a new batch."""
@@ -2174,39 +2573,46 @@ class Runner:
             self._ready.extend(flight.first if flight is not None else ())
         return self._ready.popleft() if self._ready else None
 
-    def _perform(self, flight: Flight, ask: Ask) -> None:
-        """Make one call and record what came of it."""
-        extra, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
-        row: Optional[Dict[str, Any]] = None
-        failed: Optional[CallFailed] = None
+    def _asked(self, ask: Ask) -> Came:
+        """Make one call, without the lock: the row of its reply, ready to be written, or why none came."""
+        params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
+        prompt = build_prompt(ask.items, self.task, self._prompt_head)
+        structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
         try:
-            prompt = build_prompt(ask.items, self.task)
-            row = self._judged(ask, as_reply(self.model.call(prompt, extra)), prompt, started, extra)
+            reply = self.model.call(prompt, {**structure, **params})
         except CallFailed as failure:
-            failed = failure
-        finally:
-            with self._lock:
-                self._in_flight -= 1
-                if failed is not None:
-                    self._failed((flight, ask), failed)
-                elif row is not None:
-                    self._strikes = 0
-                    self.tally["replies"] += 1
-                    self._settle_doubtful()
-                    self._record(flight, ask, row)
-                self._work.notify_all()
+            return failure
+        row = self._judged(ask, reply, prompt, started, params)
+        return row, row_parts(row), seems_cut(prompt, reply.tokens_in)
 
-    def _judged(self, ask: Ask, reply: Reply, prompt: str, started: float, extra: Mapping[str, Any]) -> Dict[str, Any]:
+    def _settle(self, job: Job, came: Came) -> None:
+        """Take in what a call came to.  The caller holds the lock, here and below."""
+        self._in_flight -= 1
+        if isinstance(came, CallFailed):
+            self._failed(job, came)
+        else:
+            row, parts, cut = came
+            self.pace.replied()
+            self.tally["replies"] += 1
+            self._settle_doubtful()
+            self._record(*job, row, parts)
+            if cut:
+                self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a part "
+                           "of it; %s, or take a smaller --batch-size or --batch-chars" % (
+                               row["tokens_in"], len(row["batch"]), self.model.roomier or "give it a larger context"))
+        self._work.notify(1 + len(self._ready) + len(self._delayed))
+
+    def _judged(self, ask: Ask, reply: Reply, prompt: str, started: float, params: Mapping[str, Any]) -> Dict[str, Any]:
         verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
         return attempt_row(ask, reply, verdict, self.task, {
-            "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": extra,
+            "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
             "prompt_sha": hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32]})
 
-    # ---- what a call came to; the caller holds the lock ----
+    # ---- what a call came to ----
 
-    def _record(self, flight: Flight, ask: Ask, row: Dict[str, Any]) -> None:
+    def _record(self, flight: Flight, ask: Ask, row: Dict[str, Any], parts: Tuple[str, str]) -> None:
         """Append the row, let it take effect, and queue the calls that follow."""
-        settled, code = self._appended(row), row["verdict"]
+        settled, code = self._appended(row, parts), row["verdict"]
         if settled is None:
             self.tally["lost"] += 1
             return
@@ -2214,17 +2620,18 @@ class Runner:
         add_row(self.figures, row)
         same_again = self.model.params.get("temperature") == 0 and not self.retry_params
         if same_again and ask.attempt == 1 and not ask.fallback and code not in HOPELESS | {"ok"}:
-            self._hint("a first attempt at temperature 0 failed, and a model asked the same tends to say the same; "
+            self._hint("same", "a first attempt at temperature 0 failed, and a model asked the same tends to say the same; "
                        "try --retry-param temperature=0.7")
         self._ready.extendleft(reversed(flight.told(ask, code)))
 
-    def _appended(self, row: Dict[str, Any]) -> Optional[List[int]]:
+    def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:
         """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
-        return self.state.apply(row) if self._guarded(lambda ledger: ledger.append(row)) else None
+        return self.state.apply(row) if self._guarded(lambda ledger: ledger.append(parts)) else None
 
     def _noted(self, event: str, **members: Any) -> Optional[List[int]]:
         """Append a row that is no reply's."""
-        return self._appended(compact({"event": event, "at": timestamp(), "run": self.run_id, **members}))
+        row = compact({"event": event, "at": timestamp(), "run": self.run_id, **members})
+        return self._appended(row, row_parts(row))
 
     def _guarded(self, write: Callable[[Ledger], None]) -> bool:
         """Whether a write to the ledger went through; the run stops when it did not."""
@@ -2255,29 +2662,24 @@ class Runner:
             self._retry(job, failure, time.monotonic())
 
     def _retry(self, job: Job, failure: CallFailed, now: float) -> None:
-        """Put a call off: for as long as the server says, else for a bounded exponential time, with jitter."""
+        """Put a call off for as long as the pace says; when that is too long or too often, leave it, or end the run."""
         flight, ask = job
-        held = now < self._held_until                   # of an episode whose wait is known
-        self._strikes += not held
+        held = now < self.pace.held_until
+        wait = self.pace.failed(failure, now, self._in_flight + 1)
         flight.failures[ask] += 1
-        if failure.wait is not None:
-            wait = failure.wait + min(1.0, 0.1 * failure.wait + 0.05) * self._random()      # never earlier than told
-        else:
-            wait = min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self._strikes - 1)) * (1 - 0.5 * self._random())
         if held and failure.status == 429:
             self.tally.update(coalesced=1, failures=1)
         else:
             self._note(ask, failure, wait)
         if failure.wait is not None and wait > min(MAX_WAIT, self._deadline - now):
-            self._stop("the endpoint asks to wait %d s (%s)" % (wait, failure.detail), STOPPED)
-        elif self._strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
-            self._stop("the model failed %d times in a row: %s" % (self._strikes, failure.detail), STOPPED)
+            until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + wait))
+            self._stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
+        elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
+            self._stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
         elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
             self.tally["left"] += len(ask.items)
         else:
             self._delayed.append((now + wait, job))
-            if failure.wait is not None or failure.status == 429 or self._strikes > 1:
-                self._held_until = max(self._held_until, now + wait)        # told to one, holds for all
 
     def _note_doubtful(self) -> None:
         """The run ends before it is known why these calls were refused: they say nothing about their items."""
@@ -2290,7 +2692,8 @@ class Runner:
         doubtful, self._doubtful = self._doubtful, []
         for (flight, ask), failure in doubtful:
             reply, prompt = Reply(None, REJECTED, failure.detail), build_prompt(ask.items, self.task)
-            self._record(flight, ask, self._judged(ask, reply, prompt, time.monotonic(), {}))
+            row = self._judged(ask, reply, prompt, time.monotonic(), {})
+            self._record(flight, ask, row, row_parts(row))
 
     def _note(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None) -> None:
         """A failure row.  The 429s of one episode are one row; the next row, or the run's last, counts the others."""
@@ -2300,10 +2703,9 @@ class Runner:
                     billed=failure.billed, coalesced=coalesced, batch=ask.ids, attempt=ask.attempt,
                     stage=self.task.stage, task=self.task.fingerprint, batch_id=ask.batch_id, detail=failure.detail)
 
-    def _hint(self, words: str) -> None:
-        """Something the main thread says once."""
-        if words not in self._hints:
-            self._hints.append(words)
+    def _hint(self, kind: str, words: str) -> None:
+        """Something for the main thread to say, once for each kind."""
+        self._hints.setdefault(kind, words)
 
     def _stop(self, reason: str, code: int) -> None:
         """Begin no further call.  The first reason stands, but an interrupt always shows in the exit code."""
@@ -2311,23 +2713,65 @@ class Runner:
             self.code, self.reason = code, reason
             waiting = "; waiting for %d calls in flight" % self._in_flight if self._in_flight else ""
             if waiting:
-                self._hint("stopping: %s%s" % (reason, waiting))
+                self._hint("stop", "stopping: %s%s" % (reason, waiting))
         self._work.notify_all()
 
 
+def clock(seconds: float) -> str:
+    """A time as a clock shows it: 0:07, 1:02:03."""
+    hours, rest = divmod(int(seconds), 3600)
+    return "%d:%02d:%02d" % (hours, *divmod(rest, 60)) if hours else "%d:%02d" % divmod(rest, 60)
+
+
+def fitting(parts: Iterable[str], width: float = math.inf) -> str:
+    """As many of the parts as there is width for, in their order; empty ones are left out.
+
+    >>> fitting(["12/24", "waiting 12 s", "", "3/s"], 12)
+    '12/24, 3/s'
+    """
+    line = ""
+    for part in filter(None, parts):
+        longer = line + ", " * bool(line) + part
+        line = longer if len(longer) <= width else line
+    return line
+
+
 class Speaker:
-    """Prints lines on a stream, without controls that would steer the terminal; `closed` once nobody can read them."""
+    """Prints lines on a stream, without controls that would steer the terminal; `closed` once nobody can read them.
+
+    `width` is that of the terminal, which has one live line below the others, and 0 where there is none.
+    """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.closed = stream, False
+        self._stream, self.closed, self._drawn = stream, False, 0
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
 
+    @property
+    def width(self) -> int:
+        """Columns of the terminal."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+                return os.get_terminal_size(self._stream.fileno()).columns or 80
+        return 0
+
     def __call__(self, text: str) -> None:
-        """Print one text; a stream that fails is not used again."""
+        """Print one text above the live line."""
+        self.live("")
+        self._write(re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text) + "\n")
+
+    def live(self, text: str) -> None:
+        """Draw the live line anew; an empty one is wiped away."""
+        if text or self._drawn:
+            self._write("\r%s%s" % (text.ljust(self._drawn), "" if text else "\r"))
+            self._drawn = len(text)
+
+    def _write(self, text: str) -> None:
+        """A stream that fails is not used again."""
         if self._stream is not None and not self.closed:
             try:
-                print(re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text), file=self._stream, flush=True)
+                self._stream.write(text)
+                self._stream.flush()
             except (OSError, ValueError):
                 self.closed = True
 
@@ -2343,8 +2787,7 @@ class Speaker:
 
 def timestamp() -> str:
     """The time now, in UTC: 2026-11-30T07:05:09.123Z."""
-    now = time.time()
-    return "%s.%03dZ" % (time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)), now % 1 * 1000)
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")[:-6] + "Z"
 
 
 # ====================================================================================================================
@@ -2353,16 +2796,23 @@ def timestamp() -> str:
 
 def add_row(tally: Counter[str], row: Mapping[str, Any]) -> None:
     """Count one attempt row.  Rates by size count full batches only, and never fallbacks."""
-    accepted, full = row["verdict"] == "ok", not row["fallback"] and len(row["batch"]) == row["size"]
-    first, known = row["attempt"] == 1, "tokens_in" in row and "tokens_out" in row
-    counted_here = {
-        "calls": 1, "fallbacks": row["fallback"], "reordered": bool(row.get("reordered")),
-        "answered": len(row["batch"]) * accepted,
-        "tokens_in": known and row["tokens_in"], "tokens_out": known and row["tokens_out"], "tokens_unknown": not known,
-        "first": full and first, "first_ok": full and first and accepted,
-        "retried": full and not first, "rescued": full and not first and accepted,
-        "verdict " + row["verdict"]: 1, **{"normalised " + note: 1 for note in row.get("normalised", ())}}
-    tally.update({name: int(count) for name, count in counted_here.items()})
+    accepted, fallback = row["verdict"] == "ok", row["fallback"]
+    tally["calls"] += 1
+    tally["verdict " + row["verdict"]] += 1
+    tally["fallbacks"] += fallback
+    tally["answered"] += accepted and len(row["batch"])
+    tally["reordered"] += bool(row.get("reordered"))
+    for note in row.get("normalised", ()):
+        tally["normalised " + note] += 1
+    if not fallback and len(row["batch"]) == row["size"]:
+        tries, good = ("first", "first_ok") if row["attempt"] == 1 else ("retried", "rescued")
+        tally[tries] += 1
+        tally[good] += accepted
+    if "tokens_in" in row and "tokens_out" in row:
+        tally["tokens_in"] += row["tokens_in"]
+        tally["tokens_out"] += row["tokens_out"]
+    else:
+        tally["tokens_unknown"] += 1
 
 
 def tally_lines(tally: Counter[str]) -> Iterator[str]:
@@ -2657,7 +3107,12 @@ def _add_run(command: Parser) -> None:
     add("--api-key-env", metavar="NAME", help="variable that holds the key")
     add("--param", type=PARAMETER, action="append", default=[], metavar="NAME=JSON", help="add to each request")
     add("--timeout", type=SECONDS, default=300.0, metavar="DURATION", help="for one call (default 300s)")
+    add("--max-tokens", type=POSITIVE, metavar="N", help="of one reply, under the name the provider has for it")
+    add("--structured", action="store_true", help="ask the endpoint for one object keyed by id, held to a schema")
+    add("--api-version", type=checked(r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str), metavar="DATE",
+        help="of anthropic's API")
     add("--workers", type=POSITIVE, metavar="N", help="calls in flight (default 4; 1 for a model on this machine)")
+    add("--rpm", type=POSITIVE, metavar="N", help="calls a minute, at most")
     add = command.add_argument_group("batches and policy").add_argument
     add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
     add("--batch-chars", type=POSITIVE, metavar="N", help="characters of text a prompt, at most")
@@ -2692,18 +3147,19 @@ def input_spec(options: argparse.Namespace) -> InputSpec:
 
 def chosen_task(options: argparse.Namespace) -> Task:
     """The task, from the options."""
+    form = "keyed" if options.structured else "list"
     given = {name: getattr(options, name) for name in ("instruction", "stage") if getattr(options, name) is not None}
     if options.task is not None:
         if given or options.labels is not None:
             raise HarnessError("--task FILE holds instruction, labels and stage; leave the options out")
-        return load_task(options.task)
+        return load_task(options.task, form)
     if options.labels is not None:
         labels = [label.strip() for label in options.labels.split(",")]
         if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
             raise HarnessError("--labels %s is a single label, or one is blank or repeated; write --labels a,b,c with "
                                "plain commas" % shown(options.labels))
         given["fields"] = {"answer": {"enum": labels}}
-    return load_task(given)
+    return load_task(given, form)
 
 
 def check_collision(source: Source, state: State, length: int) -> None:
@@ -2790,10 +3246,10 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     say(outlook(runner, frozen))
     if options.instruction is None and options.task is None:
         say("no --instruction given; asking: " + task.instruction)
-    asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "limit", "max_calls", "deadline")
+    asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
     runner.run(ledger, {
         "model": model.name, "host": model.host, "stage": task.stage, "fingerprint": task.fingerprint,
-        "task": task.document(), "form": task.form, "params": model.params,
+        "task": task.document(), "form": task.form, "params": model.params, "api_version": model.api_version,
         **{name: getattr(options, name) for name in asked}, "policy": runner.policy._asdict(),
         "strict_order": options.order == "strict", "retry_params": runner.retry_params, "input": runner.source.name,
         **frozen._asdict(), "harness": __version__, "python": sys.version.split()[0]}, say)

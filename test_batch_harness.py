@@ -1628,7 +1628,7 @@ class Models(EndpointCase):
         server = self.serve(lambda prompt, n: (lambda handler: setattr(handler, "close_connection", True)) if n == 1 else completion(reply_to_prompt(prompt)))
         self.assertEqual(self.ask(server, 2)[0], 0)
         self.assertEqual(len(server.requests), 3)
-        self.assertIn("RemoteDisconnected", self.failures()[0]["detail"])
+        self.assertIn("the reply broke off", self.failures()[0]["detail"])
 
     USABLE = [
         ({"choices": [{"message": {"content": None, "refusal": "cannot help"}, "finish_reason": "stop"}]}, "refused"),
@@ -1660,11 +1660,11 @@ class Models(EndpointCase):
         ((200, b"\n\n", {}), "sent no JSON"), ((200, b"{}", {}), "without a whole choice"), ((200, completion("", choices=[]), {}), "without a whole choice"),
         ((200, error_body(message="upstream", code=502), {}), "HTTP 502: upstream"),
         ((200, completion("", choices=[{"error": {"message": "mid", "code": 503}}]), {}), "HTTP 503: mid"),
-        ((200, b"{", {"Content-Length": "999", "Connection": "close"}), "IncompleteRead"),
+        ((200, b"{", {"Content-Length": "999", "Connection": "close"}), "the reply broke off"),
         (lambda handler: (handler.send_response(200), handler.send_header("Connection", "close"), handler.end_headers(),
                           handler.wfile.write(b'{"choices":[{"message":{"content":"[{\\"id'), setattr(handler, "close_connection", True)), "sent no JSON"),
         (lambda handler: (handler.send_response(200), handler.send_header("Transfer-Encoding", "chunked"), handler.end_headers(),
-                          handler.wfile.write(b"5\r\n{\"cho\r\n"), setattr(handler, "close_connection", True)), "cannot reach"),
+                          handler.wfile.write(b"5\r\n{\"cho\r\n"), setattr(handler, "close_connection", True)), "the reply broke off"),
     ]
 
     def test_a_call_that_brought_no_reply_is_not_a_verdict_on_an_item(self):
