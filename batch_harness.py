@@ -1152,7 +1152,7 @@ def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def row_text(row: Any) -> str:
-    """A row, or a part of one, as one line of readable JSON: only controls, U+2028, U+2029 and lone surrogates are escaped."""
+    """A row, or a part of one, as one line of readable JSON: only controls, U+2028/2029, lone surrogates are escaped."""
     return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
 
 
@@ -1528,12 +1528,13 @@ PROVIDERS: Dict[str, Provider] = {
         "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "messages", "x-api-key: %s",
         defaults={"max_tokens": 8192},              # this API demands a limit
         refused=dict.fromkeys(("seed", "n", "response_format", "max_completion_tokens"), "its API has no such field"),
-        versions={"2026-10-21": dict.fromkeys(("temperature", "top_p", "top_k"), "only --api-version 2023-06-01 does"),
+        versions={"2026-10-21": dict.fromkeys(("temperature", "top_p", "top_k"),
+                                              "leave it out, or ask under --api-version 2023-06-01"),
                   "2023-06-01": {}}),
     "ollama": Provider(
         "http://127.0.0.1:11434/v1",
         refused=dict.fromkeys(("options", "num_ctx", "think", "n", "max_completion_tokens"),
-                              "it is dropped unseen; use a Modelfile, max_tokens or reasoning_effort"),
+                              "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
         roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
     "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
                            statuses={403: "rejected"}),             # by its moderation
@@ -1542,7 +1543,7 @@ PROVIDERS: Dict[str, Provider] = {
     "dashscope": Provider("https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
                           defaults={"enable_thinking": False},      # newer models think, and bill it, unless told
                           structured=False),
-    "mistral": Provider("https://api.mistral.ai/v1", "MISTRAL_API_KEY", refused={"seed": "it is random_seed there"}),
+    "mistral": Provider("https://api.mistral.ai/v1", "MISTRAL_API_KEY", refused={"seed": "write random_seed"}),
     "groq": Provider("https://api.groq.com/openai/v1", "GROQ_API_KEY", statuses={498: "retry"}),    # no capacity now
     "azure": Provider("", "AZURE_OPENAI_API_KEY", header="api-key: %s", limit="max_completion_tokens"),
 }
@@ -1605,7 +1606,7 @@ def check_parameters(options: argparse.Namespace, word: str, provider: Provider,
     structure = APIS[provider.api].structure({}).keys()
     for name, instead in {**provider.refused, **provider.versions.get(version or "", {})}.items():
         if name in asked:
-            raise HarnessError("%s does not take %s: %s" % (word, name, instead))
+            raise HarnessError("%s does not take %s; %s" % (word, name, instead))
     if options.api_version and not provider.versions:
         raise HarnessError("%s knows no --api-version; leave it out" % word)
     if options.max_tokens and provider.limit in asked:
@@ -1738,8 +1739,9 @@ class Client:
         self._http = http.client
         if url.username or url.password:
             raise HarnessError("the base URL holds a user or password; put the key into a variable (--api-key-env)")
-        self.tls, self._path, self._query, self._timeout = url.scheme == "https", url.path.rstrip("/"), url.query, timeout
-        self._address, self._line = (url.hostname, url.port or (443 if self.tls else 80)), OwnLine()
+        self._timeout, self._line, self.tls = timeout, OwnLine(), url.scheme == "https"
+        self._address = (url.hostname, url.port or (443 if self.tls else 80))
+        self._path, self._query = url.path.rstrip("/"), url.query
         self.host = "%s://%s%s" % (url.scheme, url.netloc, self._path)
         self.loopback = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
         self.headers = ["Host: " + url.netloc, "User-Agent: batch_harness/" + __version__,
@@ -1751,6 +1753,9 @@ class Client:
         if self.tls:
             import ssl
             self._context = ssl.create_default_context()
+        self._overdue: Dict[Any, float] = {}            # a socket with a call on it -> when that call has to end
+        self._starting = threading.Lock()
+        self._watcher: Optional[threading.Thread] = None
         self.carry("", "%s")
 
     def carry(self, key: str, header: str) -> None:
@@ -1772,22 +1777,28 @@ class Client:
         now, response = time.monotonic(), None
         try:
             sock = self._connected(now)
+            self._overdue[sock] = now + self._timeout
             sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
-            response = read_response(functools.partial(self._receive, sock, now + self._timeout))
+            response = read_response(functools.partial(sock.recv, 1 << 16))
             return response
         except (OSError, EOFError, ValueError, OverflowError, self._http.HTTPException) as error:
-            raise self._failure(error)
+            raise self._failure(TimeoutError() if time.monotonic() - now >= self._timeout else error)
         finally:
+            if self._line.connection is not None:
+                self._overdue.pop(self._line.connection.sock, None)
             if response is None or not response.lasting:
                 self._drop()
 
-    def _receive(self, sock: Any, deadline: float) -> bytes:
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError("timed out")
-        if left < self._timeout - 0.1:          # a socket's own timeout is for one read: a drip would renew it for ever
-            sock.settimeout(left)
-        return sock.recv(1 << 16)  # type: ignore[no-any-return]
+    def _watch(self) -> None:
+        """Shut down what is overdue: a socket's own timeout is for one read, so that a slow drip would outlive it."""
+        import socket
+        while True:
+            time.sleep(0.2)
+            now = time.monotonic()
+            for sock, deadline in list(self._overdue.items()):
+                if now > deadline:
+                    with contextlib.suppress(OSError):
+                        socket.socket.shutdown(sock, socket.SHUT_RDWR)      # the reader gets an end, below TLS too
 
     def _connected(self, now: float) -> Any:
         """The socket of this thread's connection, kept from the last request or new."""
@@ -1798,11 +1809,14 @@ class Client:
         if line.connection is None:
             line.connection = self._connection()
             line.connection.connect()
+            line.connection.sock.settimeout(None)
             line.has_news = news_of(line.connection.sock)
-        line.began, sock = now, line.connection.sock
-        if sock.gettimeout() != self._timeout:
-            sock.settimeout(self._timeout)
-        return sock
+            with self._starting:
+                if self._watcher is None:
+                    self._watcher = threading.Thread(target=self._watch, daemon=True)
+                    self._watcher.start()
+        line.began = now
+        return line.connection.sock
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
@@ -1836,8 +1850,9 @@ class Client:
             return CallFailed("stop", "the proxy %s refuses: %s; mend %s_proxy or set no_proxy"
                               % (self._proxy.hostname, words, "https" if self.tls else "http"))
         unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in words
-        return CallFailed("retry", "%s %s: %s %s" % ("cannot reach" if unreached else "no whole reply from", where, name,
-                                                     words), patience=3 if unreached else 8, billed=not unreached)
+        what = "cannot reach" if unreached else "no whole reply from"
+        return CallFailed("retry", "%s %s: %s %s" % (what, where, name, words), patience=3 if unreached else 8,
+                          billed=not unreached)
 
 
 def split_url(text: str, what: str) -> Any:
@@ -2014,9 +2029,10 @@ APIS: Dict[str, Api] = {
 
 def reply_schema(task: Task, ids: Sequence[str]) -> Dict[str, Any]:
     """The schema of one object keyed by these ids.  Of the fields' rules it holds what every provider takes."""
-    rubric = {} if task.rubric_version is None else {"rubric_version": {"type": "integer", "enum": [task.rubric_version]}}
-    element = _closed({**rubric, **{name: sent_schema(schema) for name, schema in task.fields.items()}})
-    return _closed(dict.fromkeys(ids, element))
+    fields = {name: sent_schema(schema) for name, schema in task.fields.items()}
+    if task.rubric_version is not None:
+        fields = {"rubric_version": sent_schema({"const": task.rubric_version}), **fields}
+    return _closed(dict.fromkeys(ids, _closed(fields)))
 
 
 def _closed(properties: Mapping[str, Any]) -> Dict[str, Any]:
@@ -2069,7 +2085,8 @@ class Endpoint:
         except CallFailed as failure:
             failure.detail = mask(failure.detail)
             raise failure
-        text, finish, refusal, model_string, tokens_in, tokens_out, request_id = reply
+        text, finish, refusal, model_string, tokens_in, tokens_out, _ = reply
+        request_id = response.headers.get("x-request-id") or response.headers.get("request-id")
         return Reply(text and self._client.mask_text(text), finish and mask(finish), refusal and mask(refusal),
                      model_string and mask(model_string), tokens_in, tokens_out, request_id and mask(request_id))
 
@@ -2096,7 +2113,7 @@ class Endpoint:
             raise classify(code, error_in({"error": inner}, text), retry_after(response.headers, time.time()), ())
         if reply is None or (isinstance(reply.finish, str) and reply.finish in FAILED_FINISHES):
             raise CallFailed("retry", "a reply without a whole choice: " + text, status=status, patience=3, billed=True)
-        return reply._replace(request_id=response.headers.get("x-request-id") or response.headers.get("request-id"))
+        return reply
 
 
 # ---- models that need no network ----
@@ -2347,7 +2364,7 @@ class Runner:
         self._delayed: List[Tuple[float, Job]] = []
         self._doubtful: List[Tuple[Job, CallFailed]] = []           # refused while no call had succeeded
         self._prompt_head = prompt_head(task)
-        self._in_flight, self._started_at = 0, time.monotonic()
+        self._in_flight, self._waiting, self._started_at = 0, 0, time.monotonic()
         self._deadline = self._started_at + (options.deadline or math.inf)
 
     # ---- what to ask ----
@@ -2548,7 +2565,9 @@ class Runner:
                 self._ready.extendleft([job] if job is not None else ())
                 until = opens if job is not None else min((due for due, _ in self._delayed), default=math.inf)
                 until = min(until, self._deadline) if now < self._deadline else until
+                self._waiting += 1
                 self._work.wait(max(0.0, min(until - now, 60)))
+                self._waiting -= 1
             elif self._doubtful:
                 self._settle_doubtful()
             else:
@@ -2597,10 +2616,11 @@ class Runner:
             self._settle_doubtful()
             self._record(*job, row, parts)
             if cut:
-                self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a part "
-                           "of it; %s, or take a smaller --batch-size or --batch-chars" % (
+                self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a part; "
+                           "%s, or take a smaller --batch-size or --batch-chars" % (
                                row["tokens_in"], len(row["batch"]), self.model.roomier or "give it a larger context"))
-        self._work.notify(1 + len(self._ready) + len(self._delayed))
+        if self._waiting:
+            self._work.notify(1 + len(self._ready) + len(self._delayed))
 
     def _judged(self, ask: Ask, reply: Reply, prompt: str, started: float, params: Mapping[str, Any]) -> Dict[str, Any]:
         verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
@@ -2620,8 +2640,8 @@ class Runner:
         add_row(self.figures, row)
         same_again = self.model.params.get("temperature") == 0 and not self.retry_params
         if same_again and ask.attempt == 1 and not ask.fallback and code not in HOPELESS | {"ok"}:
-            self._hint("same", "a first attempt at temperature 0 failed, and a model asked the same tends to say the same; "
-                       "try --retry-param temperature=0.7")
+            self._hint("same", "a first attempt at temperature 0 failed, and a model asked the same tends to say the "
+                       "same; try --retry-param temperature=0.7")
         self._ready.extendleft(reversed(flight.told(ask, code)))
 
     def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:

@@ -23,6 +23,7 @@ import random
 import re
 import shlex
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -52,7 +53,7 @@ class Case(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(folder.name)
-        clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not k.startswith("OPENAI_")}
+        clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not re.match("OPENAI_|ANTHROPIC_", k)}
         for patch in (mock.patch.dict(os.environ, clean, clear=True), mock.patch.object(bh, "BACKOFF", 0.01)):
             patch.start()
             self.addCleanup(patch.stop)
@@ -1467,6 +1468,13 @@ def completion(text, **more):
                             "usage": {"prompt_tokens": 40, "completion_tokens": 9}}, **more)).encode()
 
 
+def message(text, **more):
+    """The body of a reply of Anthropic's Messages API."""
+    return json.dumps(dict({"id": "msg_1", "type": "message", "role": "assistant", "model": "served-2", "content": [{"type": "text", "text": text}],
+                            "stop_reason": "end_turn", "stop_sequence": None, "usage": {
+                                "input_tokens": 40, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 2, "output_tokens": 9}}, **more)).encode()
+
+
 def error_body(**members):
     return json.dumps({"error": members}).encode()
 
@@ -1537,11 +1545,12 @@ class EndpointCase(Case):
         os.environ["OPENAI_API_KEY"] = KEY
         return endpoint
 
-    def ask(self, endpoint, count=1, *more):
+    def ask(self, endpoint, count=1, *more, model="openai:asked-1"):
         """Run over `count` items; nothing that is printed or written may hold the key."""
         if count:
             self.items_file(count)
-        code, out, err = self.main("--input", "items.jsonl", "--model", "openai:asked-1", "--base-url", endpoint.base, "--workers", "1", *more)
+        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), os.environ["OPENAI_API_KEY"]))
+        code, out, err = self.main("--input", "items.jsonl", "--model", model, "--base-url", endpoint.base, "--workers", "1", *more)
         written = self.bytes().decode() if os.path.exists("runs/ledger.jsonl") else ""
         for text in (out, err, written):
             self.assertNotIn(KEY, text)
@@ -1561,6 +1570,190 @@ class Models(EndpointCase):
         [row] = self.rows("runs/ledger.jsonl")
         self.assertEqual((row["model_string"], row["tokens_in"], row["tokens_out"], row["finish"], row["request_id"]), ("served-1", 40, 9, "stop", "req-1"))
         self.assertIn("texts go to " + server.base, err)
+
+    # For each provider: a reply as it comes there, an error as it comes there with its status, and what that error means.
+    ROWS = {
+        "openai": (lambda text: completion(text, service_tier="default", system_fingerprint="fp"), 429,
+                   {"error": {"message": "Quota used up.", "type": "insufficient_quota", "param": None, "code": "insufficient_quota"}}, "stop"),
+        "anthropic": (lambda text: message("", content=[{"type": "thinking", "thinking": "hm [1]", "signature": "c2ln"}, {"type": "text", "text": text}]), 429,
+                      {"type": "error", "error": {"type": "rate_limit_error", "message": "cap", "details": {"error_code": "enforced_spend_limit_reached"}}}, "stop"),
+        "ollama": (lambda text: completion("", choices=[{"index": 0, "message": {"role": "assistant", "content": text, "reasoning": "[1]"}, "finish_reason": None}]),
+                   404, {"error": {"message": "model not found, try pulling it first", "type": "not_found_error", "param": None, "code": None}}, "stop"),
+        "openrouter": (lambda text: completion(text, provider="Demo", id="gen-1"), 403,
+                       {"error": {"code": 403, "message": "flagged", "metadata": {"reasons": ["x"]}}}, "rejected"),
+        "gemini": (completion, 400, [{"error": {"code": 400, "message": "Unknown name", "status": "INVALID_ARGUMENT", "details": []}}], "rejected"),
+        "deepseek": (lambda text: b"\n\n\n" + completion("", choices=[{"message": {"content": text, "reasoning_content": "[1]"}, "finish_reason": "stop"}]), 402,
+                     {"error": {"message": "Balance is used up.", "type": "unknown_error", "param": None, "code": "invalid_request_error"}}, "stop"),
+        "dashscope": (completion, 400, {"error": {"message": "blocked", "code": "data_inspection_failed", "type": "data_inspection_failed"}}, "rejected"),
+        "mistral": (lambda text: completion("", choices=[{"message": {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "[1]"}]},
+                                                                                {"type": "text", "text": text}]}, "finish_reason": "stop"}]), 422,
+                    {"detail": [{"type": "missing", "loc": ["body", "messages"], "msg": "Field required", "input": None}]}, "rejected"),
+        "groq": (completion, 498, {"error": {"message": "Flex capacity is full.", "type": "capacity_exceeded", "code": "capacity_exceeded"}}, "retry"),
+        "azure": (lambda text: completion(text, prompt_filter_results=[]), 404, {"error": {"code": "404", "message": "Resource not found"}}, "stop"),
+    }
+
+    def test_every_provider_is_asked_and_understood_by_its_row(self):
+        self.assertEqual(set(self.ROWS), set(bh.PROVIDERS))
+        for name, (reply, status, error, kind) in self.ROWS.items():
+            with self.subTest(provider=name), contextlib.ExitStack() as stack:
+                stack.callback(os.remove, "runs/ledger.jsonl")
+                row, refusing = bh.PROVIDERS[name], []
+                server = self.serve(lambda prompt, n: refusing.pop() if refusing else reply(reply_to_prompt(prompt)))
+                code, out, err = self.ask(server, 1, "--max-tokens", "99", model=name + ":some/model:7b")
+                self.assertEqual(code, 0, out + err)
+                path, headers, body = server.requests[0]
+                self.assertEqual(path, "/v1/messages" if name == "anthropic" else "/v1/chat/completions")
+                header, _, value = (row.header % KEY).partition(": ")
+                self.assertEqual(headers.get(header), value if row.key else None)
+                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"]})
+                self.assertEqual(len(body["messages"]), 1)
+                refusing.append((status, json.dumps(error).encode(), {}))
+                code, out, err = self.ask(server, 3, model=name + ":some/model:7b")
+                self.assertEqual((code, [one["verdict"] for one in self.rows("runs/ledger.jsonl")]),
+                                 {"stop": (3, ["ok"]), "rejected": (1, ["ok", "rejected", "ok"]), "retry": (0, ["ok"] * 3)}[kind], out + err)
+
+    def test_every_provider_has_a_home_or_asks_for_one(self):
+        self.items_file(1)
+        for name, row in bh.PROVIDERS.items():
+            os.environ[row.key or "X"] = KEY
+            code, out, err = self.main("--input", "items.jsonl", "--model", name + ":m", "--dry-run")
+            if row.base:
+                self.assertIn("texts go to " + row.base, out)
+                self.assertRegex(row.base, r"^https://|^http://127\.0\.0\.1")
+            else:
+                self.assertEqual(code, 2)
+                self.assertIn("--base-url", err)
+
+    def test_a_local_model_never_goes_to_a_paid_host(self):
+        self.items_file(1)
+        server = self.serve()
+        os.environ["OPENAI_BASE_URL"] = os.environ["ANTHROPIC_BASE_URL"] = server.base
+        code, out, err = self.main("--input", "items.jsonl", "--model", "ollama:qwen2.5:7b", "--dry-run")
+        self.assertIn("texts go to http://127.0.0.1:11434/v1", out)
+        del os.environ["OPENAI_BASE_URL"]
+        for model in ("qwen2.5:7b", "llama3", "opnai:gpt", "openai", "anthropic", ":x"):
+            self.assertIn("names no provider", self.refused("--input", "items.jsonl", "--model", model))
+        self.assertEqual(server.requests, [])
+
+    def test_the_messages_api_is_asked_under_the_version_that_was_chosen(self):
+        for more, version in (([], "2026-10-21"), (["--api-version", "2023-06-01", "--param", "temperature=0"], "2023-06-01")):
+            server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)))
+            code, out, err = self.ask(server, 2, "--batch-size", "2", *more, model="anthropic:asked-2")
+            self.assertEqual(code, 0, out + err)
+            [(path, headers, body)] = server.requests
+            self.assertEqual((headers["anthropic-version"], headers["x-api-key"], headers.get("Authorization")), (version, KEY, None))
+            self.assertEqual((body["model"], body["max_tokens"], body.get("temperature")), ("asked-2", 8192, 0 if more else None))
+            [row], [run] = self.rows("runs/ledger.jsonl"), self.rows("runs/ledger.jsonl", "run")
+            self.assertEqual((row["model_string"], row["finish"], row["tokens_in"], row["tokens_out"]), ("served-2", "end_turn", 45, 9))
+            self.assertEqual((run["api_version"], run["params"]), (version, {"max_tokens": 8192, **({"temperature": 0} if more else {})}))
+            os.remove("runs/ledger.jsonl")
+
+    def test_a_base_url_may_end_in_v1_or_not(self):
+        for ending in ("/v1", "/v1/", "", "/"):
+            server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)))
+            server.base = server.base[:-3] + ending
+            self.assertEqual(self.ask(server, 1, model="anthropic:m")[0], 0)
+            self.assertEqual(server.requests[0][0], "/v1/messages")
+            os.remove("runs/ledger.jsonl")
+
+    def test_how_a_message_ended_reaches_the_verdict(self):
+        for members, verdict in (({"stop_reason": "max_tokens", "content": [{"type": "text", "text": '[{"id": '}]}, "truncated"),
+                                 ({"stop_reason": "model_context_window_exceeded", "content": []}, "truncated"), ({"content": []}, "empty_reply"),
+                                 ({"stop_reason": "refusal", "content": [], "stop_details": {"type": "refusal", "category": "bio", "explanation": None}}, "refused"),
+                                 ({"stop_reason": "refusal"}, "refused"), ({"stop_reason": "pause_turn"}, "not_json"), ({"usage": None}, "not_json")):
+            self.ask(self.serve(lambda prompt, n: message("well", **members)), 1, "--attempts", "1", model="anthropic:m")
+            self.assertEqual(self.rows("runs/ledger.jsonl")[-1]["verdict"], verdict, members)
+            os.remove("runs/ledger.jsonl")
+
+    def test_errors_of_the_messages_api_are_told_apart(self):
+        def body(kind, words="words", **more):
+            return json.dumps({"type": "error", "error": {"type": kind, "message": words, **more}, "request_id": "req_1"}).encode()
+        for status, error, kind in ((400, body("invalid_request_error", "prompt is too long"), "rejected"), (413, b"<html>", "rejected"),
+                                    (400, body("invalid_request_error", "temperature: Extra inputs are not permitted"), "stop"),
+                                    (401, body("authentication_error"), "stop"), (402, body("billing_error"), "stop"), (403, body("permission_error"), "stop"),
+                                    (404, body("not_found_error", "model: nope"), "stop"), (409, body("conflict_error"), "retry"),
+                                    (429, body("rate_limit_error"), "retry"), (429, body("rate_limit_error", details={"error_code": "ramp_limit_exceeded"}), "retry"),
+                                    (429, body("rate_limit_error", details={"error_code": "contract_spend_limit_reached"}), "stop"),
+                                    (500, body("api_error"), "retry"), (504, body("timeout_error"), "retry"), (529, body("overloaded_error"), "retry")):
+            text = error.decode()
+            document = None if status == 413 else json.loads(text)
+            failure = bh.classify(status, bh.error_in(document, text), None, ("temperature", "messages"))
+            self.assertEqual(failure.kind, kind, (status, text))
+
+    def test_errors_of_every_shape_are_told_apart(self):
+        for status, document, kind in (
+                (400, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 400, "n_ctx": 8192}}, "rejected"),
+                (500, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 500}}, "rejected"),
+                (503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, "retry"),
+                (401, {"error": "Unauthorized"}, "stop"), (404, {"error": "model 'x' not found"}, "stop"), (422, {"detail": "text"}, "rejected"),
+                (400, {"error": {"message": "Invalid schema for response_format", "param": "response_format"}}, "stop"),
+                (400, {"error": {"message": "y", "code": "content_filter", "param": "prompt", "innererror": {"code": "z"}}}, "rejected"),
+                (429, {"error": {"message": "Traffic grew too fast.", "type": "rate_limit_error", "code": "slow_down"}}, "retry"),
+                (429, {"error": {"message": "No credit.", "type": "insufficient_quota", "code": "credit_balance_exhausted"}}, "stop"),
+                (402, {"error": {"code": 402, "message": "Not enough credits."}}, "stop"), (400, None, "rejected"), (418, None, "stop"),
+                (400, {"error": {"message": ["odd"], "code": ["odd"], "param": {"odd": 1}, "details": "odd"}}, "rejected"), (502, [], "retry"), (502, [[]], "retry")):
+            failure = bh.classify(status, bh.error_in(document, "words"), None, ("response_format", "model"))
+            self.assertEqual(failure.kind, kind, (status, document))
+        self.assertEqual(bh.classify(402, bh.error_in(None, ""), 3.0, ()).kind, "retry")       # OpenRouter: final unless it says when
+        self.assertEqual(bh.classify(403, bh.error_in(None, ""), None, ()).kind, "stop")
+
+    def test_json_the_endpoint_itself_refused_is_a_reply_of_the_model(self):
+        error = error_body(message="Model did not produce valid JSON.", code="json_validate_failed", failed_generation='{"results": [')
+        server = self.serve(lambda prompt, n: (400, error, {}) if n == 1 else completion(reply_to_prompt(prompt)))
+        self.assertEqual(self.ask(server, 1)[0], 0)
+        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["not_json", "ok"])
+
+    def test_what_a_provider_would_refuse_or_drop_is_refused_before_any_call(self):
+        self.items_file(1)
+        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), KEY))
+        for model, more, words in (
+                ("anthropic:m", ["--param", "temperature=0"], "2023-06-01"), ("anthropic:m", ["--retry-param", "top_p=0.5"], "top_p"),
+                ("anthropic:m", ["--api-version", "2023-06-01", "--param", "seed=1"], "seed"), ("ollama:m", ["--param", "num_ctx=8192"], "Modelfile"),
+                ("ollama:m", ["--param", "max_completion_tokens=9"], "max_tokens"), ("mistral:m", ["--param", "seed=1"], "random_seed"),
+                ("openai:m", ["--api-version", "2026-10-21"], "--api-version"), ("anthropic:m", ["--api-version", "new"], "2026-10-21"),
+                ("openai:m", ["--max-tokens", "9", "--param", "max_completion_tokens=8"], "say the same"),
+                ("deepseek:m", ["--structured"], "--structured"), ("dashscope:m", ["--structured"], "--structured"),
+                ("openai:m", ["--structured", "--param", 'response_format={"type": "text"}'], "say the same"),
+                ("anthropic:m", ["--structured", "--retry-param", "output_config={}"], "say the same"),
+                ("openai:m\r\nX-Evil: 1", [], "control"), ("ollama:a\x7fb", [], "control"), ("openai:m", ["--rpm", "0"], "whole number"),
+                ("cmd:cat", ["--structured"], "structured"), ("cmd:cat", ["--max-tokens", "9"], "max-tokens"), ("openai:m", ["--param", "top_p=high"], "JSON")):
+            self.assertIn(words, self.refused("--input", "items.jsonl", "--model", model, *more), (model, more))
+
+    def test_structured_asks_for_one_object_keyed_by_id(self):
+        task = {"instruction": "Judge.", "rubric_version": 3, "fields": {
+            "label": {"enum": ["yes", "no"]}, "sure": {"const": True}, "score": {"type": "number", "minimum": 0, "maximum": 1},
+            "words": {"type": "array", "items": {"type": "string", "maxLength": 9, "pattern": "^a"}, "maxItems": 2, "uniqueItems": True},
+            "mixed": {"enum": [1, "1", None]}}}
+        good = {"rubric_version": 3, "label": "yes", "sure": True, "score": 0.5, "words": ["a"], "mixed": None}
+        member = {"type": "object", "additionalProperties": False, "required": ["rubric_version", "label", "sure", "score", "words", "mixed"], "properties": {
+            "rubric_version": {"type": "integer", "enum": [3]}, "label": {"type": "string", "enum": ["yes", "no"]}, "sure": {"type": "boolean", "enum": [True]},
+            "score": {"type": "number"}, "words": {"type": "array", "items": {"type": "string"}},
+            "mixed": {"type": ["null", "number", "string"], "enum": [1, "1", None]}}}
+        self.write("task.json", json.dumps(task))
+        for model, body_of, where in (("openai:m", completion, lambda body: body["response_format"]["json_schema"]["schema"]),
+                                      ("anthropic:m", message, lambda body: body["output_config"]["format"]["schema"])):
+            def script(prompt, n):
+                values = dict(good, score=2) if n == 1 else good
+                return body_of(json.dumps({name: values for name, _ in asked_in(prompt)}))
+            server = self.serve(script)
+            code, out, err = self.ask(server, 3, "--batch-size", "3", "--structured", "--task", "task.json", model=model)
+            self.assertEqual(code, 0, out + err)
+            rows = self.rows("runs/ledger.jsonl")
+            self.assertEqual([(row["verdict"], row["form"]) for row in rows], [("bad_value", "keyed"), ("ok", "keyed")])     # left out of the schema, and still checked
+            schema = where(server.requests[0][2])
+            self.assertEqual(schema, {"type": "object", "properties": dict.fromkeys(rows[0]["batch"], member), "required": rows[0]["batch"], "additionalProperties": False})
+            self.assertIn("named by the item's id", server.requests[0][2]["messages"][0]["content"])
+            self.assertNotIn("params", rows[0])
+            os.remove("runs/ledger.jsonl")
+
+    def test_a_structured_run_is_another_task_and_is_reported_apart(self):
+        server = self.serve(lambda prompt, n: completion(json.dumps({name: {"answer": "good"} for name, _ in asked_in(prompt)}) if "response_format" in server.requests[-1][2]
+                                                         else reply_to_prompt(prompt)))
+        self.ask(server, 2)
+        code, out, err = self.ask(server, 2, "--structured", "--batch-size", "2")
+        self.assertEqual((code, len(server.requests)), (0, 3), out + err)
+        arms = json.loads(self.main("report", "--json")[1])["arms"]
+        self.assertEqual([(arm["form"], arm["calls"]) for arm in arms], [("list", 2), ("keyed", 1)])
 
     def test_the_model_string_in_a_row_is_what_the_endpoint_said_or_null(self):
         for said, expected in (("other", "other"), (None, None), (5, None), ("", None)):
@@ -1723,6 +1916,41 @@ class Models(EndpointCase):
             self.assertLess(time.monotonic() - started, 20)
             os.remove("runs/ledger.jsonl")
 
+    HTTP = [        # what comes, in as many pieces as there are; status, body, whether the connection can be used again
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", True)),
+        ([b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: 2\r\n", b"\r\na", b"b"], (200, b"ab", True)),
+        ([b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nCONTENT-LENGTH:2\r\n\r\nab"], (200, b"ab", True)),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;x=y\r\na\r\n01\r\nb\r\n0\r\nTrailer: x\r\n\r\n"], (200, b"ab", True)),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, Chunked\r\n\r\n2\r", b"\nab\r\n0\r\n\r", b"\n"], (200, b"ab", True)),
+        ([b"HTTP/1.1 204 No Content\r\n\r\n"], (204, b"", True)), ([b"HTTP/1.1 500 \r\nContent-Length: 0\r\n\r\n"], (500, b"", True)),
+        ([b"HTTP/1.1 200 OK\r\n\r\na", b"b"], (200, b"ab", False)), ([b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", False)),
+        ([b"HTTP/1.1 200 OK\r\nConnection: Close\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", False)),
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nabHTTP/1.1"], (200, b"ab", False)),
+    ]
+
+    def test_http_is_read_however_it_comes(self):
+        for pieces, expected in self.HTTP:
+            for step in (None, 1):
+                stream = [bytes([byte]) for byte in b"".join(pieces)] if step else list(pieces)
+                receive = iter(stream + [b""]).__next__
+                response = bh.read_response(receive)
+                if b"abHTTP" not in pieces[-1] or not step:
+                    self.assertEqual((response.status, response.body, response.lasting), expected, pieces)
+
+    def test_what_is_no_whole_response_is_never_one(self):
+        whole = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"]
+        for response in whole:
+            for cut in range(len(response)):
+                with self.assertRaises(EOFError):
+                    bh.read_response(iter([response[:cut], b""] if cut else [b""]).__next__)
+        for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n", b"\x15\x03\x01\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nab",
+                     b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\nab", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-2\r\nab",
+                     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nab", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n\r\nab"):
+            with self.assertRaises(ValueError):
+                bh.read_response(iter([junk, b""]).__next__)
+        with mock.patch.object(bh, "MAX_REPLY", 100), self.assertRaises(OverflowError):
+            bh.read_response(lambda: b"HTTP/1.1 200 OK\r\nX: ")
+
     def test_a_slow_drip_cannot_outlive_the_time_of_a_call(self):
         def drip(handler):
             handler.send_response(200)
@@ -1760,6 +1988,30 @@ class Models(EndpointCase):
         code, out, err = self.ask(server, 1, "--timeout", "3s")
         self.assertEqual(code, 0, out + err)
         self.assertLess(time.monotonic() - started, 5)          # a timeout for each read would make it 6
+
+    def test_an_endpoint_that_reads_only_a_part_of_the_prompt_is_pointed_out_once(self):
+        rows = [{"text": "%d %s" % (n, "The delivery came two days late and the box was open. " * 40)} for n in range(16)]
+        self.write("long.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+        def script(prompt, n):
+            return completion(reply_to_prompt(prompt), usage={"prompt_tokens": min(2051, len(prompt) // 4), "completion_tokens": 9})
+        for model, words in (("ollama:m", "OLLAMA_CONTEXT_LENGTH"), ("openai:m", "larger context")):
+            for size, times in (("2", 0), ("8", 1)):
+                server = self.serve(script)
+                code, out, err = self.ask(server, 0, "--input", "long.jsonl", "--batch-size", size, model=model)
+                self.assertEqual((code, err.count("seems to read only a part")), (0, times), err)
+                self.assertIn(words if times else "", err)
+                os.remove("runs/ledger.jsonl")
+
+    def test_a_prompt_that_was_read_whole_is_never_called_cut(self):
+        english, chinese = "The delivery came two days late and the box was open. " * 200, "\u5feb\u9012\u665a\u4e86\u4e24\u5929\uff0c\u7bb1\u5b50\u4e5f\u662f\u5f00\u7740\u7684\u3002" * 300
+        hindi = "\u0921\u093f\u0932\u0940\u0935\u0930\u0940 " * 600
+        for text, letters in ((english, 4.9), (chinese, 1.8), (hindi, 3.6), ("!" * 20000 + english, 4.9 * 20000 / len(english) + 4.9)):
+            self.assertFalse(bh.seems_cut(text, int(len(text) / letters)), text[:20])
+        for text, letters in ((english, 4.5), (chinese, 1.4), (hindi, 3.3)):
+            self.assertTrue(bh.seems_cut(text, int(len(text) / letters / 2)), text[:20])
+        self.assertFalse(bh.seems_cut(english, None))
+        self.assertFalse(bh.seems_cut("short", 1))
 
     def test_a_bad_key_no_money_or_a_wrong_model_stops_at_once(self):
         for status, body, words in (
@@ -1967,6 +2219,34 @@ class Models(EndpointCase):
         for broken in ("http://127.0.0.1:bad", "http://[bad"):
             with mock.patch.dict(os.environ, {"http_proxy": broken}):
                 self.assertEqual(self.main(*words, "--ledger", "new/x.jsonl")[0], 2)
+
+    def test_a_proxy_that_refuses_ends_the_run_in_one_line(self):
+        proxy = self.serve(lambda prompt, n: (407, b"<html>login", {"Proxy-Authenticate": "Basic"}))
+        address = proxy.base.rpartition("/")[0]
+        words = ("--input", self.items_file(2), "--model", "openai:x", "--base-url")
+        with mock.patch.dict(os.environ, {"http_proxy": address, "https_proxy": address}):
+            for url, said in (("http://example.test/v1", "HTTP 407"), ("https://example.test/v1", "Tunnel connection failed: 501")):
+                code, out, err = self.main(*words, url)
+                self.assertEqual(code, 3, out + err)
+                self.assertIn(said, out)
+                self.assertIn("proxy", out)
+                os.remove("runs/ledger.jsonl")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(8)
+
+            def refuse():
+                with contextlib.suppress(OSError):
+                    while True:
+                        peer, _ = listener.accept()
+                        with peer:
+                            peer.recv(9999)
+                            peer.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+            threading.Thread(target=refuse, daemon=True).start()
+            with mock.patch.dict(os.environ, {"https_proxy": "http://me:FAKEPASS@127.0.0.1:%d" % listener.getsockname()[1]}):
+                code, out, err = self.main(*words, "https://example.test/v1")
+                self.assertEqual((code, out.count("the proxy 127.0.0.1 refuses")), (3, 1), out + err)
+                self.assertNotIn("FAKEPASS", out + err + self.bytes().decode())
 
     def test_options_that_mean_nothing_to_a_command_are_refused(self):
         self.items_file(1)
@@ -2249,6 +2529,64 @@ class Runs(EndpointCase):
         self.assertIn("3 of 10 items answered", out)
         self.assertIn("--max-calls 3 is reached", out)
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--max-calls", "7")[0], 0)
+
+    def test_calls_a_minute_are_spaced(self):
+        server = self.serve()
+        code, out, err = self.ask(server, 5, "--workers", "5", "--rpm", "600")
+        self.assertEqual(code, 0, out + err)
+        steps = [later - earlier for earlier, later in zip(server.times, server.times[1:])]
+        self.assertGreater(min(steps), 0.05)
+        self.assertGreaterEqual(server.times[-1] - server.times[0], 0.38)
+
+    def test_after_a_429_fewer_calls_are_in_flight(self):
+        counts = []
+
+        def script(prompt, number):
+            if number <= 8:
+                time.sleep(0.1)
+                return 429, b"", {"Retry-After": "0.3"}
+            with server.lock:
+                counts.append(server.in_flight)
+            time.sleep(0.1)
+            return completion(reply_to_prompt(prompt))
+        server = self.serve(script)
+        code, out, err = self.ask(server, 20, "--workers", "8")
+        self.assertEqual(code, 0, out + err)
+        self.assertEqual(server.most, 8)
+        self.assertLessEqual(max(counts[:4]), 4)
+        self.assertLessEqual(max(counts), 6)
+
+    def test_a_wait_beyond_the_deadline_says_until_when(self):
+        code, out, err = self.ask(self.serve(lambda prompt, n: (429, b"", {"Retry-After": "3600"})), 2, "--deadline", "9s")
+        self.assertEqual(code, 3)
+        self.assertRegex(out, r"asks to wait 36\d\d s, until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
+
+    def test_the_pace_is_told_the_time_and_nothing_else(self):
+        def failed(status=503, wait=None):
+            return bh.CallFailed("retry", "x", status=status, wait=wait)
+        with mock.patch.object(bh, "BACKOFF", 1.0):
+            pace = bh.Pace(8, None, lambda: 0.0)
+            self.assertEqual((pace.opens(7), pace.opens(8)), (0.0, float("inf")))
+            self.assertEqual(pace.failed(failed(429, 5.0), 100.0, 8), 5.0)
+            self.assertEqual((pace.limit, pace.opens(0), pace.opens(4)), (4.0, 105.0, float("inf")))
+            self.assertEqual(pace.failed(failed(429, 7.0), 101.0, 7), 7.0)          # of the same episode: no second halving
+            self.assertEqual((pace.limit, pace.held_until, pace.strikes), (4.0, 108.0, 1))
+            pace.failed(failed(429, 1.0), 109.0, 4)
+            pace.failed(failed(429, 1.0), 111.0, 1)
+            pace.failed(failed(429, 1.0), 113.0, 1)
+            self.assertEqual((pace.limit, pace.strikes), (1.0, 4))                      # never below one
+            replies = 0
+            while pace.limit < 8:
+                pace.replied()
+                replies += 1
+            self.assertGreater(replies, 24)                                              # about one more a round
+            self.assertEqual((pace.limit, pace.strikes), (8, 0))
+            waits = [pace.failed(failed(500), 1000.0 + 200 * n, 8) for n in range(9)]
+            self.assertEqual(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60])
+            self.assertEqual(pace.limit, 8)                                              # a 500 is no overload
+            slow = bh.Pace(8, 30, lambda: 0.0)
+            slow.began(50.0)
+            self.assertEqual(slow.opens(1), 52.0)
 
     def test_a_deadline_stops_with_exit_three(self):
         self.items_file(100)
