@@ -1152,7 +1152,7 @@ def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def row_text(row: Any) -> str:
-    """A row, or a part of one, as one line of readable JSON: only controls, U+2028/2029, lone surrogates are escaped."""
+    """A row, or part of one, as readable JSON on one line; only controls, U+2028/9 and lone surrogates are escaped."""
     return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
 
 
@@ -2616,8 +2616,8 @@ class Runner:
             self._settle_doubtful()
             self._record(*job, row, parts)
             if cut:
-                self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a part; "
-                           "%s, or take a smaller --batch-size or --batch-chars" % (
+                self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a "
+                           "part; %s, or take a smaller --batch-size or --batch-chars" % (
                                row["tokens_in"], len(row["batch"]), self.model.roomier or "give it a larger context"))
         if self._waiting:
             self._work.notify(1 + len(self._ready) + len(self._delayed))
@@ -3278,8 +3278,10 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     if tally["calls"]:
         out("%s, %d pending" % (summary, frozen.items - answered - quarantined))
         first_ok = rate(runner.figures["first_ok"], runner.figures["first"])
-        out("this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply" % (
-            tally["calls"], first_ok, runner.figures["fallbacks"], tally["failures"]))
+        figures = runner.figures
+        tokens = "; %(tokens_in)d tokens in, %(tokens_out)d out" % figures if figures["tokens_in"] else ""
+        out("this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply%s" % (
+            tally["calls"], first_ok, figures["fallbacks"], tally["failures"], tokens))
     elif not runner.code:
         by = ["%s at size %d" % name for name in state.answered_by]
         words = "; answered by %s. Another model or size reopens nothing: to ask afresh, name another --ledger"

@@ -2485,6 +2485,45 @@ class Runs(EndpointCase):
         self.assertEqual(len(self.rows("runs/ledger.jsonl")), len(server.requests))
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
+    @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
+    def test_on_a_terminal_one_live_line_says_how_far_it_is(self):
+        import fcntl
+        import pty
+        import struct
+        import termios
+        self.items_file(60)
+        for columns in (40, 120):
+            ours, theirs = pty.openpty()
+            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+            child = subprocess.Popen([sys.executable, PROGRAM, "--input", "items.jsonl", "--model", "demo:delay=0.03,drop=0.1", "--batch-size", "2", "--workers", "1",
+                                      "--ledger", "l%d.jsonl" % columns], stdout=subprocess.PIPE, stderr=theirs, env=dict(os.environ, TERM="xterm"))
+            os.close(theirs)
+            seen = b""
+            with contextlib.suppress(OSError):
+                while True:
+                    seen += os.read(ours, 9999)
+            out = child.communicate()[0].decode()
+            os.close(ours)
+            self.assertIn("60 of 60 items answered", out)
+            drawn = [part for part in re.split(r"[\r\n]+", seen.decode()) if re.match(r"\d+/60", part)]
+            self.assertGreater(len(drawn), 2)
+            self.assertLess(max(map(len, drawn)), columns)
+            self.assertTrue(any("/s, 0:0" in part and "left" in part for part in drawn), drawn)
+            self.assertEqual(any("first pass" in part for part in drawn), columns == 120)
+            self.assertTrue(seen.endswith(b" \r"), seen[-80:])             # wiped away in the end
+
+    def test_elsewhere_a_plain_line_comes_now_and_then(self):
+        self.items_file(4)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
+        self.assertNotIn("\r", err)
+        runner = types.SimpleNamespace(tally=collections.Counter(answered=30, quarantined=2, pending=62, failures=4), started_at=100.0,
+                                       figures=collections.Counter(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
+                                       pace=types.SimpleNamespace(held_until=120.0))
+        runner._started_at = 100.0
+        words = bh.fitting(bh.Runner._progress(runner, 116.0))
+        self.assertEqual(words, "32/62, waiting 4 s for the endpoint, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
+        self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00", "0:59", "1:00", "1:02:03"])
+
     def test_under_nohup_a_dropped_line_ends_nothing(self):
         self.items_file(30)
         run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.05", "--workers", "2",
@@ -2974,6 +3013,14 @@ class Readme(Case):
             row = bh.attempt_row(ask, full, refused, bh.DEFAULT, {"at": "", "run": "", "ms": 1, "prompt_sha": ""})
         listed = [name for cell in self.table("## The ledger") for name in cell.replace("`", "").split(", ")]
         self.assertEqual(sorted(listed), sorted(list(row) + ["seq", "prev"]))
+
+    def test_its_providers_are_the_programs_own(self):
+        rows = [[cell.strip().strip("`") for cell in line.split("|")[1:4]] for line in self.TEXT.split("| provider |", 1)[1].split("\n\n")[0].splitlines()[2:]]
+        self.assertEqual([row[0] for row in rows], list(bh.PROVIDERS))
+        for name, base, key in rows:
+            self.assertEqual((base if bh.PROVIDERS[name].base else "", key), (bh.PROVIDERS[name].base, bh.PROVIDERS[name].key))
+        without = re.search(r"`(\w+)` and `(\w+)` are not known to take one", self.TEXT).groups()
+        self.assertEqual(list(without), [name for name, row in bh.PROVIDERS.items() if not row.structured])
 
     def test_its_offline_commands_run_as_they_stand(self):
         for name in ("batch_harness.py", "sample_items.jsonl"):

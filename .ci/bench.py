@@ -119,11 +119,13 @@ def endpoint_speed(count):
         file.write(bh.prompt_head(bh.DEFAULT))
     with Server(0) as port:
         for workers in (1, 16, 64):
-            loop, ratios = [sys.executable, os.path.join(ROOT, ".ci", "bare_loop.py"), str(port), str(workers), "head.txt"], []
+            loop = [sys.executable, os.path.join(ROOT, ".ci", "bare_loop.py"), str(port), str(workers), "head.txt"]
+            ratios = []
             for _ in range(5):
                 floor = spent(loop)[0]
                 ratios.append(floor / harness(port, workers)[0])
-            print("instant endpoint, %d workers: calls per CPU second are %s of the bare loop's" % (workers, span(ratios)))
+            print("instant endpoint, %d workers: calls per CPU second are %s of the bare loop's"
+                  % (workers, span(ratios)))
         if not shutil.which("openssl"):
             print("over TLS: not measured, there is no openssl command to make a certificate")
             return
