@@ -1591,9 +1591,9 @@ def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
     check_parameters(options, word, provider, version)
     limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
     params = {**provider.defaults, **limit, **dict(options.param)}
-    client = Client(url, options.timeout)
-    client.carry(key_of_endpoint(options, provider, client), provider.header)
-    client.headers += ["anthropic-version: " + version] if version else []
+    key = endpoint_key(options, provider, url)
+    headers = [form % value for form, value in ((provider.header, key), (api.version, version)) if value]
+    client = Client(url, options.timeout, headers, key)
     call = Endpoint(client, api, {"model": name, **params}, provider.statuses)
     return Model(options.model, client.host, call, params, 1 if client.loopback else 4,
                  (lambda ids: api.structure(reply_schema(task, ids))) if task.form == "keyed" else None, version,
@@ -1617,20 +1617,21 @@ def check_parameters(options: argparse.Namespace, word: str, provider: Provider,
         raise HarnessError("--structured and --param %s say the same; give one of them" % ", ".join(structure))
 
 
-def key_of_endpoint(options: argparse.Namespace, provider: Provider, client: Client) -> str:
+def endpoint_key(options: argparse.Namespace, provider: Provider, url: str) -> str:
     """The key, from its variable; HarnessError, which never shows it, when it is missing or cannot be sent."""
-    variable = options.api_key_env or provider.key
+    variable, place = options.api_key_env or provider.key, split_url(url, BASE_URL)
     key = os.environ.get(variable, "").strip()
     if not re.match(r"[\x21-\x7e]*\Z", key):
         raise HarnessError("the key in %s holds characters that no header can carry; set it again" % variable)
-    needed = options.api_key_env or (provider.key and provider is not OTHER and not client.loopback)
+    needed = options.api_key_env or (provider.key and provider is not OTHER and not is_loopback(place.hostname))
     if needed and not key and not options.dry_run:
-        raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (client.host, variable))
+        raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (place.hostname, variable))
     return key
 
 
 # ---- HTTP: bytes to a host and back ----
 
+BASE_URL = "the base URL (--base-url or its variable)"
 MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
 
 
@@ -1720,8 +1721,8 @@ def read_response(receive: Callable[[], bytes]) -> Response:
     return Response(int(status), headers, body, lasting and inbox.drained)
 
 
-class OwnLine(threading.local):
-    """A thread's own connection to a host."""
+class Kept(threading.local):
+    """A thread's own connection, kept alive between its requests."""
 
     connection: Any = None
     has_news: Callable[[], bool]        # whether something waits to be read on it, if only its end
@@ -1729,48 +1730,41 @@ class OwnLine(threading.local):
 
 
 class Client:
-    """Requests to one base URL over kept-alive connections, one per thread.  No redirect is followed, and what may
-    have been seen is never sent again unseen.
+    """Requests to one base URL.  No redirect is followed, and what may have been seen is never sent again unseen.
+
+    `headers` are lines, one of which carries the `secret`; it, and what the URL's query holds, is masked in all words.
     """
 
-    def __init__(self, base_url: str, timeout: float) -> None:
+    def __init__(self, base_url: str, timeout: float, headers: Sequence[str], secret: str) -> None:
         import http.client
-        url = split_url(base_url, "the base URL (--base-url or its variable)")
-        self._http = http.client
+        url = split_url(base_url, BASE_URL)
         if url.username or url.password:
             raise HarnessError("the base URL holds a user or password; put the key into a variable (--api-key-env)")
-        self._timeout, self._line, self.tls = timeout, OwnLine(), url.scheme == "https"
-        self._address = (url.hostname, url.port or (443 if self.tls else 80))
-        self._path, self._query = url.path.rstrip("/"), url.query
-        self.host = "%s://%s%s" % (url.scheme, url.netloc, self._path)
-        self.loopback = url.hostname in ("localhost", "::1") or url.hostname.startswith("127.")
-        self.headers = ["Host: " + url.netloc, "User-Agent: batch_harness/" + __version__,
-                        "Content-Type: application/json"]
+        self._http, self._timeout, self._kept = http.client, timeout, Kept()
+        self._tls, self._path, self._query = url.scheme == "https", url.path.rstrip("/"), url.query
+        self._address = (url.hostname, url.port or (443 if self._tls else 80))
+        self.host, self.loopback = "%s://%s%s" % (url.scheme, url.netloc, self._path), is_loopback(url.hostname)
+        self._headers = ["Host: " + url.netloc, "User-Agent: batch_harness/" + __version__, "Accept: application/json",
+                         "Accept-Encoding: identity", "Content-Type: application/json", *headers]
         self._proxy, self._login = proxy_for(url.scheme, "" if self.loopback else url.hostname)
-        if self._proxy is not None and not self.tls:
+        if self._proxy is not None and not self._tls:
             self._path = "http://%s:%d%s" % (*self._address, self._path)
-            self.headers += ["%s: %s" % entry for entry in self._login.items()]
-        if self.tls:
+            self._headers += ["%s: %s" % entry for entry in self._login.items()]
+        if self._tls:
             import ssl
             self._context = ssl.create_default_context()
-        self._overdue: Dict[Any, float] = {}            # a socket with a call on it -> when that call has to end
-        self._starting = threading.Lock()
-        self._watcher: Optional[threading.Thread] = None
-        self.carry("", "%s")
-
-    def carry(self, key: str, header: str) -> None:
-        """Send a key with every request, and mask it, and what the URL's query holds, in all that comes back."""
-        secrets = [key, *re.split("[&=]", self._query)]
-        # In a reply's text only a long secret is looked for: a short one may be an honest word.
+        secrets = [secret, *re.split("[&=]", url.query)]
         self.mask: Callable[[str], str] = functools.partial(secret_pattern(secrets, 3).sub, "***")
+        # In a reply's text only a long secret is looked for: a short one may be an honest word.
         self.mask_text: Callable[[str], str] = functools.partial(secret_pattern(secrets, 16).sub, "***")
-        self.headers += [header % key] if key else []
+        self._overdue: Dict[Any, float] = {}            # a socket with a call on it -> when that call has to end
+        self._starting, self._watched = threading.Lock(), False
 
     def head(self, method: str, path: str) -> bytes:
         """The head of a request, up to the number that is its length."""
         path = path[3:] if path.startswith("/v1/") and self._path.endswith("/v1") else path
         target = self._path + path + ("?" + self._query if self._query else "")
-        return "\r\n".join(["%s %s HTTP/1.1" % (method, target), *self.headers, "Content-Length: "]).encode("ascii")
+        return "\r\n".join(["%s %s HTTP/1.1" % (method, target), *self._headers, "Content-Length: "]).encode("ascii")
 
     def exchange(self, head: bytes, data: bytes) -> Response:
         """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
@@ -1784,8 +1778,8 @@ class Client:
         except (OSError, EOFError, ValueError, OverflowError, self._http.HTTPException) as error:
             raise self._failure(TimeoutError() if time.monotonic() - now >= self._timeout else error)
         finally:
-            if self._line.connection is not None:
-                self._overdue.pop(self._line.connection.sock, None)
+            if self._kept.connection is not None:
+                self._overdue.pop(self._kept.connection.sock, None)
             if response is None or not response.lasting:
                 self._drop()
 
@@ -1802,26 +1796,26 @@ class Client:
 
     def _connected(self, now: float) -> Any:
         """The socket of this thread's connection, kept from the last request or new."""
-        line = self._line
+        kept = self._kept
         # Nothing can be due on an idle connection but its end.  One that was used a moment ago is not looked at.
-        if line.connection is not None and now - line.began > 0.05 and line.has_news():
+        if kept.connection is not None and now - kept.began > 0.05 and kept.has_news():
             self._drop()
-        if line.connection is None:
-            line.connection = self._connection()
-            line.connection.connect()
-            line.connection.sock.settimeout(None)
-            line.has_news = news_of(line.connection.sock)
+        if kept.connection is None:
+            kept.connection = self._connection()
+            kept.connection.connect()
+            kept.connection.sock.settimeout(None)
+            kept.has_news = news_of(kept.connection.sock)
             with self._starting:
-                if self._watcher is None:
-                    self._watcher = threading.Thread(target=self._watch, daemon=True)
-                    self._watcher.start()
-        line.began = now
-        return line.connection.sock
+                if not self._watched:
+                    threading.Thread(target=self._watch, daemon=True).start()
+                    self._watched = True
+        kept.began = now
+        return kept.connection.sock
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
         host, port = self._address if self._proxy is None else (self._proxy.hostname, self._proxy.port or 80)
-        if not self.tls:
+        if not self._tls:
             return self._http.HTTPConnection(host, port, timeout=self._timeout)
         connection = self._http.HTTPSConnection(host, port, timeout=self._timeout, context=self._context)
         if self._proxy is not None:
@@ -1829,7 +1823,7 @@ class Client:
         return connection
 
     def _drop(self) -> None:
-        connection, self._line.connection = self._line.connection, None
+        connection, self._kept.connection = self._kept.connection, None
         if connection is not None:
             connection.close()
 
@@ -1848,11 +1842,16 @@ class Client:
             return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
         if "Tunnel connection failed: 4" in words:
             return CallFailed("stop", "the proxy %s refuses: %s; mend %s_proxy or set no_proxy"
-                              % (self._proxy.hostname, words, "https" if self.tls else "http"))
+                              % (self._proxy.hostname, words, "https" if self._tls else "http"))
         unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in words
         what = "cannot reach" if unreached else "no whole reply from"
         return CallFailed("retry", "%s %s: %s %s" % (what, where, name, words), patience=3 if unreached else 8,
                           billed=not unreached)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def split_url(text: str, what: str) -> Any:
@@ -2015,14 +2014,15 @@ class Api(NamedTuple):
     """One form of request and reply."""
 
     path: str
+    version: str                                    # the header for the version of the API
     reply: Callable[[Mapping[str, Any]], Optional[Reply]]
     structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
-    "chat": Api("/chat/completions", chat_reply, lambda schema: {"response_format": {
+    "chat": Api("/chat/completions", "", chat_reply, lambda schema: {"response_format": {
         "type": "json_schema", "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
-    "messages": Api("/v1/messages", messages_reply, lambda schema: {"output_config": {
+    "messages": Api("/v1/messages", "anthropic-version: %s", messages_reply, lambda schema: {"output_config": {
         "format": {"type": "json_schema", "schema": schema}}}),
 }
 
@@ -2031,7 +2031,7 @@ def reply_schema(task: Task, ids: Sequence[str]) -> Dict[str, Any]:
     """The schema of one object keyed by these ids.  Of the fields' rules it holds what every provider takes."""
     fields = {name: sent_schema(schema) for name, schema in task.fields.items()}
     if task.rubric_version is not None:
-        fields = {"rubric_version": sent_schema({"const": task.rubric_version}), **fields}
+        fields = {"rubric_version": sent_schema({"type": "integer", "const": task.rubric_version}), **fields}
     return _closed(dict.fromkeys(ids, _closed(fields)))
 
 

@@ -1,4 +1,4 @@
-"""The official clients talk to the fake servers of the tests, so that the fakes are known to be true; and they send what
+"""The official clients talk to the fake servers of the tests, so that the fakes are known to be true; they send what
 the harness sends.  Run with a Python that has the packages openai and anthropic.
 
     python .ci/peers.py
