@@ -402,7 +402,7 @@ class InputSpec(NamedTuple):
             raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
         if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
             raise ValueError("the id in field %s holds a NUL or a lone surrogate; mend it" % shown(name))
-        return str(key) if isinstance(key, Spelled) else encode(key)
+        return str(key) if isinstance(key, Spelled) or type(key) is int else encode(key)
 
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".txt": "text",
@@ -851,7 +851,7 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     try:
         if len(set(ids)) < len(ids):
             raise _Refused("duplicate_ids", "two of the items that were sent share an id")
-        by_id = _by_id(_elements(_json_of(as_reply(raw), notes), task, len(ids), notes), ids, notes)
+        by_id = _by_id(_elements(_json_of(raw, notes), task, len(ids), notes), ids, notes)
         reordered = list(by_id) != ids
         if reordered and strict_order:
             raise _Refused("order_mismatch", "the ids came back in the order " + ", ".join(by_id))
@@ -861,21 +861,23 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     return Verdict("ok", answers, normalised=tuple(notes), reordered=reordered)
 
 
-def _json_of(reply: Reply, notes: List[str]) -> Any:
+def _json_of(raw: Any, notes: List[str]) -> Any:
     """The one JSON value of a reply."""
-    if reply.finish == REJECTED:
-        raise _Refused("rejected", reply.refusal or "")
-    if reply.refusal or reply.finish in REFUSED_FINISHES:
-        raise _Refused("refused", (reply.refusal or "finish: %s" % reply.finish)[:MAX_KEPT])
-    cut = reply.finish in CUT_FINISHES
-    if reply.text is None or (isinstance(reply.text, str) and not reply.text.strip("\ufeff \t\r\n")):
-        raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % reply.finish if reply.finish else "")
-    if not isinstance(reply.text, str):
-        raise _Refused("not_json", "the model function returned %s, not text" % type(reply.text).__name__)
+    reply = raw if isinstance(raw, Reply) else Reply(raw)
+    text, finish, refusal = reply.text, _word(reply.finish), _word(reply.refusal)
+    if finish == REJECTED:
+        raise _Refused("rejected", refusal or "")
+    if refusal or finish in REFUSED_FINISHES:
+        raise _Refused("refused", (refusal or "finish: %s" % finish)[:MAX_KEPT])
+    cut = finish in CUT_FINISHES
+    if text is None or (isinstance(text, str) and not str.strip(text, "\ufeff \t\r\n")):
+        raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
+    if not isinstance(text, str):
+        raise _Refused("not_json", "the model function returned %s, not text" % type(text).__name__)
     try:
-        return _unwrapped(reply.text, notes)
+        return _unwrapped(str.__str__(text), notes)             # a subclass could be anything
     except _Refused as refused:
-        raise _Refused("truncated", "finish: %s; %s" % (reply.finish, refused.detail)) if cut else refused
+        raise _Refused("truncated", "finish: %s; %s" % (finish, refused.detail)) if cut else refused
 
 
 REASONING_END = re.compile(r"</think(?:ing)?>")
@@ -2506,7 +2508,7 @@ class Runner:
         tally, figures, seconds, wait = self.tally, self.figures, now - self._started_at, self.pace.held_until - now
         done = tally["answered"] + tally["quarantined"]
         left = (tally["pending"] - done) * seconds / done if done else 0
-        return ["%d/%d" % (done, tally["pending"]), "waiting %d s for the endpoint" % wait if wait > 1 else "",
+        return ["%d/%d items" % (done, tally["pending"]), "waiting %d s for the endpoint" % wait if wait > 1 else "",
                 "%.3g/s" % (done / seconds) if done > seconds else "%.3g/min" % (60 * done / seconds),
                 clock(left) + " left" if done else "",
                 "first pass %.1f %%" % (100 * figures["first_ok"] / figures["first"]) if figures["first"] else "",

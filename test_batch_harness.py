@@ -2521,7 +2521,7 @@ class Runs(EndpointCase):
                                        pace=types.SimpleNamespace(held_until=120.0))
         runner._started_at = 100.0
         words = bh.fitting(bh.Runner._progress(runner, 116.0))
-        self.assertEqual(words, "32/62, waiting 4 s for the endpoint, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
+        self.assertEqual(words, "32/62 items, waiting 4 s for the endpoint, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
         self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00", "0:59", "1:00", "1:02:03"])
 
     def test_under_nohup_a_dropped_line_ends_nothing(self):
