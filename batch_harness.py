@@ -144,7 +144,7 @@ class CallFailed(Exception):
     def __init__(self, kind: str, detail: str, *, status: Optional[int] = None, wait: Optional[float] = None,
                  patience: int = 8, billed: bool = False) -> None:
         self.kind = kind if kind in ("rejected", "stop") else "retry"
-        self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:4 * MAX_KEPT]        # cut to MAX_KEPT once it is masked
+        self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:MAX_KEPT]
         self.status = status if type(status) is int and abs(status) < MAX_INTEGER else None
         self.wait = wait if type(wait) in (int, float) and 0 <= wait < math.inf else None  # type: ignore[operator]
         self.patience, self.billed = patience if type(patience) is int else 8, bool(billed)
@@ -1490,7 +1490,7 @@ def lock_file(descriptor: int) -> None:
 # an `if` elsewhere.  A key goes into one header and into nothing else.
 # ====================================================================================================================
 
-Call = Callable[[str, Mapping[str, Any]], Reply]        # the prompt, and what to add to the request; as_reply's kind
+Call = Callable[[str, Mapping[str, Any]], Reply]        # of the prompt, and of what to add to the request
 
 
 class Model(NamedTuple):
@@ -1498,12 +1498,13 @@ class Model(NamedTuple):
 
     name: str                           # as it was asked for, "provider:name"
     host: str                           # where texts go, for a person to read
-    call: Call
+    call: Call                          # gives a Reply whose members are of the right types, or None
     params: Dict[str, Any] = {}         # sent with every request
     workers: int = 4                    # calls in flight where the person says nothing
     structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None   # what asks for an object keyed by these ids
     api_version: Optional[str] = None
     roomier: str = ""                   # how to make room for a longer prompt
+    tick: Callable[[float], None] = lambda now: None        # called a few times a second: ends calls that are overdue
 
 
 class Provider(NamedTuple):
@@ -1559,30 +1560,41 @@ def open_model(options: argparse.Namespace, task: Task) -> Model:
     asked = options.model
     if not asked:
         raise HarnessError("no --model named; choose " + CHOICES)
-    provider, _, name = asked.partition(":")
-    if provider == "demo":
-        return Model(asked, "this process (demo answers, no model)", Demo(task, name), dict(options.param))
-    if provider not in ("cmd", "py"):
+    kind, _, name = asked.partition(":")
+    if kind not in ("demo", "cmd", "py"):
         return open_endpoint(options, task)
-    if not name:
+    if not name and kind != "demo":
         raise HarnessError("--model %s names nothing to run; choose %s" % (asked, CHOICES))
-    meaningless = [word for word in ("param", "retry_param", "base_url", "api_key_env", "api_version", "max_tokens",
-                                     "structured") if getattr(options, word)]
-    if meaningless:
-        raise HarnessError("--%s: means nothing to a model of %s:; leave it out"
-                           % (", --".join(meaningless).replace("_", "-"), provider))
-    if provider == "cmd":
+    foreign = ["base_url", "api_key_env", "api_version", "max_tokens"]
+    foreign += [] if kind == "demo" else ["param", "retry_param", "structured"]
+    given = ["--" + word.replace("_", "-") for word in foreign if getattr(options, word)]
+    if given:
+        raise HarnessError("%s means nothing to a model of %s:; leave it out" % (", ".join(given), kind))
+    if kind == "demo":
+        return Model(asked, "this process (demo answers, no model)", Demo(task, name), dict(options.param))
+    if kind == "cmd":
         return Model(asked, "this machine", command_model(name, options.timeout))
     return Model(asked, "this machine", function_model(name), workers=1)
 
 
+def provider_of(model: str) -> Tuple[str, Provider, str]:
+    """What a person named, as (the provider in words, its row, the name of the model there)."""
+    word, _, name = model.partition(":")
+    if word not in PROVIDERS:
+        word, name = "this endpoint", model
+    elif not name:
+        raise HarnessError("--model %s names no model; write %s:NAME" % (model, word))
+    elif word != "ollama" and re.match(r"(latest|\d+(\.\d+)?[bm])\b", name):
+        raise HarnessError("--model %s can be a model of Ollama's or %s's; write ollama:%s, or the name it has at %s"
+                           % (model, word, model, word))
+    if re.search(r"[\0-\x1f\x7f]", name):
+        raise HarnessError("--model %s holds a line break or another control; write the bare name" % shown(model))
+    return word, PROVIDERS.get(word, OTHER), name
+
+
 def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
     """The model behind an endpoint, by the row of its provider."""
-    word, _, name = options.model.partition(":")
-    provider = PROVIDERS.get(word, OTHER) if name else OTHER
-    word, name = (word, name) if provider is not OTHER else ("this endpoint", options.model)
-    if re.search(r"[\0-\x1f\x7f]", name):
-        raise HarnessError("--model %s holds a line break or another control; write the bare name" % shown(name))
+    word, provider, name = provider_of(options.model)
     url = options.base_url or os.environ.get(provider.base_variable, "").strip() or provider.base
     if not url and provider is OTHER:
         raise HarnessError("--model %s names no provider and there is no --base-url; did you mean ollama:%s? choose %s"
@@ -1594,12 +1606,15 @@ def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
     limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
     params = {**provider.defaults, **limit, **dict(options.param)}
     key = endpoint_key(options, provider, url)
-    headers = [form % value for form, value in ((provider.header, key), (api.version, version)) if value]
+    headers = [form % value for form, value in ((provider.header, key), (api.version_header, version)) if value]
     client = Client(url, options.timeout, headers, key)
+
+    def structure(ids: Sequence[str]) -> Dict[str, Any]:
+        return api.structure(reply_schema(task, ids))
     call = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-    return Model(options.model, client.host, call, params, 1 if client.loopback else 4,
-                 (lambda ids: api.structure(reply_schema(task, ids))) if task.form == "keyed" else None, version,
-                 provider.roomier)
+    return Model(options.model, client.host, call, params, workers=1 if client.loopback else 4,
+                 structure=structure if task.form == "keyed" else None, api_version=version, roomier=provider.roomier,
+                 tick=client.end_overdue)
 
 
 def check_parameters(options: argparse.Namespace, word: str, provider: Provider, version: Optional[str]) -> None:
@@ -1611,7 +1626,7 @@ def check_parameters(options: argparse.Namespace, word: str, provider: Provider,
             raise HarnessError("%s does not take %s; %s" % (word, name, instead))
     if options.api_version and not provider.versions:
         raise HarnessError("%s knows no --api-version; leave it out" % word)
-    if options.max_tokens and provider.limit in asked:
+    if options.max_tokens and provider.limit in dict(options.param):
         raise HarnessError("--max-tokens and --param %s say the same; give one of them" % provider.limit)
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
@@ -1643,48 +1658,48 @@ class Response(NamedTuple):
     status: int
     headers: Dict[str, str]     # by name in lower case; of several, the last
     body: bytes
-    lasting: bool               # the connection can carry another request
+    kept_alive: bool            # the connection can carry another request
 
 
 class Inbox:
-    """What a connection brings, read by the line or by the byte; `receive` gives the next bytes, or none at the end."""
+    """What a connection brings; `receive` gives the next bytes, or none at the end.  EOFError: it ended too soon."""
 
     def __init__(self, receive: Callable[[], bytes]) -> None:
-        self._receive, self._data, self._taken = receive, b"", 0        # what came and is not read yet; all that was
+        self.data = b""                                 # what came and is not read yet
+        self._receive, self._came = receive, 0
 
-    def _more(self) -> bytes:
-        more = self._receive()
-        self._taken += len(more)
-        if self._taken > MAX_REPLY:
+    def more(self, needed: bool = True) -> bytes:
+        """The next bytes from the connection."""
+        part = self._receive()
+        self._came += len(part)
+        if self._came > MAX_REPLY:
             raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
-        return more
+        if not part and needed:
+            raise EOFError("the reply broke off")
+        return part
 
     def upto(self, mark: bytes) -> bytes:
-        """The bytes before a mark, which is passed over.  EOFError: it never came."""
-        while mark not in self._data:
-            more = self._more()
-            if not more:
-                raise EOFError("the reply broke off")
-            self._data += more
-        before, _, self._data = self._data.partition(mark)
+        """The bytes before a mark, which is passed over."""
+        while mark not in self.data:
+            self.data += self.more()
+        before, _, self.data = self.data.partition(mark)
         return before
 
-    def take(self, size: float) -> bytes:
-        """So many bytes; infinity: all there will ever be.  EOFError: there were fewer; ValueError: less than none."""
+    def take(self, size: int) -> bytes:
+        """So many bytes.  ValueError: less than none."""
         if size < 0:
             raise ValueError("a length below zero")
-        parts, left = [self._data], size - len(self._data)
-        while left > 0:
-            parts.append(self._more())
-            left -= len(parts[-1])
-            if not parts[-1]:
-                if size < math.inf:
-                    raise EOFError("the reply broke off")
-                break
+        parts, came = [self.data], len(self.data)
+        while came < size:
+            parts.append(self.more())
+            came += len(parts[-1])
         data = b"".join(parts)
-        end = len(data) if size == math.inf else int(size)
-        self._data = data[end:]
-        return data[:end]
+        self.data = data[size:]
+        return data[:size]
+
+    def rest(self) -> bytes:
+        """All there will ever be."""
+        return b"".join([self.take(len(self.data)), *iter(functools.partial(self.more, False), b"")])
 
     def chunks(self) -> Iterator[bytes]:
         """The parts of a chunked body; its trailers are passed over."""
@@ -1694,11 +1709,6 @@ class Inbox:
         while self.upto(b"\r\n"):
             pass
 
-    @property
-    def drained(self) -> bool:
-        """Whether nothing is left over."""
-        return not self._data
-
 
 def read_response(receive: Callable[[], bytes]) -> Response:
     """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
@@ -1706,21 +1716,23 @@ def read_response(receive: Callable[[], bytes]) -> Response:
     while status[:1] == "1":                            # 1xx are news on the way
         first, *lines = inbox.upto(b"\r\n\r\n").decode("latin-1").split("\r\n")
         version, status = first[:9], first[9:12]
-        if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not status.isdigit():
-            raise ValueError("it does not speak HTTP: " + first[:MAX_KEPT])
+        if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not re.match("[1-5][0-9][0-9]", status):
+            raise ValueError("it does not speak HTTP: " + first[:80])
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
         headers[name.lower()] = value.strip()
     length = headers.get("content-length")
-    lasting = version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
+    chunked = headers.get("transfer-encoding", "").lower().endswith("chunked")
     if status in ("204", "304"):
         body = b""
-    elif headers.get("transfer-encoding", "").lower().endswith("chunked"):
+    elif chunked:
         body = b"".join(inbox.chunks())
     else:
-        body, lasting = inbox.take(math.inf if length is None else int(length)), lasting and length is not None
-    return Response(int(status), headers, body, lasting and inbox.drained)
+        body = inbox.rest() if length is None else inbox.take(int(length))
+    ends = length is not None or chunked or status in ("204", "304")
+    kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
+    return Response(int(status), headers, body, kept_alive and not inbox.data)
 
 
 class Kept(threading.local):
@@ -1732,9 +1744,10 @@ class Kept(threading.local):
 
 
 class Client:
-    """Requests to one base URL.  No redirect is followed, and what may have been seen is never sent again unseen.
+    """Requests to one base URL.  No redirect is followed, and a request that may have been seen is not repeated here.
 
-    `headers` are lines, one of which carries the `secret`; it, and what the URL's query holds, is masked in all words.
+    `headers` are lines, one of which carries the `secret`.  `mask` takes it, and the values of the URL's query, out of
+    what came from outside; `mask_long` only where they are long, for texts in which a short one may be an honest word.
     """
 
     def __init__(self, base_url: str, timeout: float, headers: Sequence[str], secret: str) -> None:
@@ -1750,30 +1763,28 @@ class Client:
                          "Accept-Encoding: identity", "Content-Type: application/json", *headers]
         self._proxy, self._login = proxy_for(url.scheme, "" if self.loopback else url.hostname)
         if self._proxy is not None and not self._tls:
-            self._path = "http://%s:%d%s" % (*self._address, self._path)
+            self._path = self.host                      # a proxy is asked for the whole URL
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
         if self._tls:
             import ssl
             self._context = ssl.create_default_context()
-        secrets = [secret, *re.split("[&=]", url.query)]
+        secrets = [secret, *(pair.partition("=")[2] for pair in url.query.split("&"))]
         self.mask: Callable[[str], str] = functools.partial(secret_pattern(secrets, 3).sub, "***")
-        # In a reply's text only a long secret is looked for: a short one may be an honest word.
-        self.mask_text: Callable[[str], str] = functools.partial(secret_pattern(secrets, 16).sub, "***")
-        self._overdue: Dict[Any, float] = {}            # a socket with a call on it -> when that call has to end
-        self._starting, self._watched = threading.Lock(), False
+        self.mask_long: Callable[[str], str] = functools.partial(secret_pattern(secrets, 16).sub, "***")
+        self._deadlines: Dict[Any, float] = {}          # a socket with a call on it -> when that call has to end
 
     def head(self, method: str, path: str) -> bytes:
-        """The head of a request, up to the number that is its length."""
+        """The head of a request; it ends in "Content-Length: ", and exchange adds the number."""
         path = path[3:] if path.startswith("/v1/") and self._path.endswith("/v1") else path
         target = self._path + path + ("?" + self._query if self._query else "")
         return "\r\n".join(["%s %s HTTP/1.1" % (method, target), *self._headers, "Content-Length: "]).encode("ascii")
 
     def exchange(self, head: bytes, data: bytes) -> Response:
-        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
+        """Send one request and read its response within the timeout, once connected.  CallFailed: none came whole."""
         now, response = time.monotonic(), None
         try:
             sock = self._connected(now)
-            self._overdue[sock] = now + self._timeout
+            self._deadlines[sock] = now + self._timeout
             sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
             response = read_response(functools.partial(sock.recv, 1 << 16))
             return response
@@ -1781,25 +1792,25 @@ class Client:
             raise self._failure(TimeoutError() if time.monotonic() - now >= self._timeout else error)
         finally:
             if self._kept.connection is not None:
-                self._overdue.pop(self._kept.connection.sock, None)
-            if response is None or not response.lasting:
+                self._deadlines.pop(self._kept.connection.sock, None)
+            if response is None or not response.kept_alive:
                 self._drop()
 
-    def _watch(self) -> None:
-        """Shut down what is overdue: a socket's own timeout is for one read, so that a slow drip would outlive it."""
+    def end_overdue(self, now: float) -> None:
+        """Shut down connections whose calls are overdue: a socket's own timeout is for one read, and a slow drip would
+        outlive it.
+        """
         import socket
-        while True:
-            time.sleep(0.2)
-            now = time.monotonic()
-            for sock, deadline in list(self._overdue.items()):
-                if now > deadline:
-                    with contextlib.suppress(OSError):
-                        socket.socket.shutdown(sock, socket.SHUT_RDWR)      # the reader gets an end, below TLS too
+        for sock, deadline in self._deadlines.copy().items():
+            if now > deadline:
+                with contextlib.suppress(OSError):
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)          # the reader gets an end, below TLS too
 
     def _connected(self, now: float) -> Any:
         """The socket of this thread's connection, kept from the last request or new."""
         kept = self._kept
-        # Nothing can be due on an idle connection but its end.  One that was used a moment ago is not looked at.
+        # Nothing can be due on an idle connection but its end.  One that was used a moment ago is not looked at: where
+        # calls are that short, the look would cost more than the rare repetition.
         if kept.connection is not None and now - kept.began > 0.05 and kept.has_news():
             self._drop()
         if kept.connection is None:
@@ -1807,10 +1818,6 @@ class Client:
             kept.connection.connect()
             kept.connection.sock.settimeout(None)
             kept.has_news = news_of(kept.connection.sock)
-            with self._starting:
-                if not self._watched:
-                    threading.Thread(target=self._watch, daemon=True).start()
-                    self._watched = True
         kept.began = now
         return kept.connection.sock
 
@@ -1833,16 +1840,16 @@ class Client:
         """What a broken transport means, in one line."""
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
-        name, words = type(error).__name__, str(error)
+        name, words = type(error).__name__, self.mask(str(error))
         if name == "SSLCertVerificationError":
             return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
         if isinstance(error, OverflowError):
             return CallFailed("stop", "%s sent %s; check --base-url" % (where, words), billed=True)
-        if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:
+        if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:      # no host name; no TLS there
             return CallFailed("stop", "%s cannot be spoken to: %s %s; check --base-url" % (where, name, words))
         if isinstance(error, (socket.timeout, TimeoutError)):
             return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
-        if "Tunnel connection failed: 4" in words:
+        if "Tunnel connection failed: 4" in words:      # http.client's words for a proxy's 4xx
             return CallFailed("stop", "the proxy %s refuses: %s; mend %s_proxy or set no_proxy"
                               % (self._proxy.hostname, words, "https" if self._tls else "http"))
         unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in words
@@ -1853,7 +1860,7 @@ class Client:
 
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine."""
-    return host in ("localhost", "::1") or host.startswith("127.")
+    return host in ("localhost", "::1") or re.match(r"127(\.\d+){3}\Z", host) is not None
 
 
 def split_url(text: str, what: str) -> Any:
@@ -1898,6 +1905,8 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
     if not through:
         return None, {}
     proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme)
+    if proxy.scheme == "https":
+        raise HarnessError("the proxy in %s_proxy is an https:// one, which is not supported; write http://" % scheme)
     login = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
     basic = {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
     return proxy, basic if proxy.username else {}
@@ -1926,15 +1935,19 @@ class ApiError(NamedTuple):
     generation: Any = None              # what the model wrote, where the endpoint refuses it as no JSON
 
 
+def an_object(value: Any) -> Mapping[str, Any]:
+    """The value where it is a JSON object, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def error_in(document: Any, text: str) -> ApiError:
     """The error in a body of any known shape: an object, a list of one, a bare text, FastAPI's `detail`, HTML."""
     document = document[0] if isinstance(document, list) and document else document
-    error = document.get("error", document) if isinstance(document, dict) else None
-    members = error if isinstance(error, dict) else {}
-    places, details = members.get("detail"), members.get("details")
-    locs = [entry.get("loc") for entry in places if isinstance(entry, dict)] if isinstance(places, list) else []
-    words = str(members.get("message") or error or text)
-    codes = [members.get("code"), members.get("type"), details.get("error_code") if isinstance(details, dict) else ""]
+    error = an_object(document).get("error", document)
+    members, places = an_object(error), an_object(error).get("detail")
+    locs = [an_object(entry).get("loc") for entry in places] if isinstance(places, list) else []
+    words = next((w for w in (members.get("message"), places, error) if isinstance(w, str) and w), text)
+    codes = (members.get("code"), members.get("type"), an_object(members.get("details")).get("error_code"))
     blamed = [members.get("param"), *(loc[1] for loc in locs if isinstance(loc, list) and len(loc) > 1),
               words.partition(": ")[0]]             # Anthropic names the member before the words
     return ApiError(words, tuple(code for code in codes if isinstance(code, str)),
@@ -1946,17 +1959,16 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
              statuses: Mapping[int, str] = {}) -> CallFailed:
     """What an HTTP status that is no success means, from status and error code, never from the message.
 
-    `sent` names the members of the request: an error that blames one, beside the messages, would meet every call.
+    `sent` names the members of the request: an error that blames one, except the messages, would meet every call.
     """
     kind = {**STATUSES, **statuses}.get(status, "retry" if status >= 500 or status == 402 and wait else "stop")
     kind = next((CODES[code] for code in error.codes if code in CODES), kind)
     if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
         kind = "stop"
-    detail = "HTTP %d: %s" % (status, error.words)
-    if kind == "stop":
-        hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
-        detail = "%s; %s" % (detail, hint or "mend the request (--param, --retry-param)")
-    return CallFailed(kind, detail, status=status, wait=wait, billed=status >= 500)
+    hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
+    hint = "; " + (hint or "mend the request (--param, --retry-param)") if kind == "stop" else ""
+    return CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
+                      billed=status >= 500)
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
@@ -1985,30 +1997,30 @@ def text_of(content: Any) -> Optional[str]:
 def first_choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
     """The first choice of a chat completion; empty where there is none."""
     choices = document.get("choices")
-    return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+    return an_object(choices[0] if isinstance(choices, list) and choices else None)
 
 
 def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
     """The Reply in a body of OpenAI's chat form, or None where there is none.  Reasoning beside the content is left."""
-    choice, usage = first_choice(document), document.get("usage")
-    message, usage = choice.get("message"), usage if isinstance(usage, dict) else {}
-    if not isinstance(message, dict):
+    choice, usage = first_choice(document), an_object(document.get("usage"))
+    finish, message = choice.get("finish_reason"), choice.get("message")
+    if not isinstance(message, dict) and finish not in ("content_filter", "length"):    # Gemini then sends a null
         return None
-    return Reply(text_of(message.get("content")), choice.get("finish_reason"), message.get("refusal"),
-                 document.get("model"), usage.get("prompt_tokens"), usage.get("completion_tokens"))
+    message = an_object(message)
+    return Reply(text_of(message.get("content")), finish, message.get("refusal"), document.get("model"),
+                 usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
 def messages_reply(document: Mapping[str, Any]) -> Optional[Reply]:
     """The Reply in a body of Anthropic's Messages API, or None where there is none."""
     if not isinstance(document.get("content"), list):
         return None
-    usage, stopped = document.get("usage"), document.get("stop_details")
-    usage, stopped = (part if isinstance(part, dict) else {} for part in (usage, stopped))
+    usage, details = an_object(document.get("usage")), an_object(document.get("stop_details"))
     read = [usage.get(name) for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
     tokens = sum(count for count in read if type(count) is int) if type(read[0]) is int else None
-    words = stopped.get("explanation") or stopped.get("category")
+    refusal = details.get("explanation") or details.get("category")
     return Reply(text_of(document["content"]), document.get("stop_reason"),
-                 words if document.get("stop_reason") == "refusal" else None, document.get("model"), tokens,
+                 refusal if document.get("stop_reason") == "refusal" else None, document.get("model"), tokens,
                  usage.get("output_tokens"))
 
 
@@ -2016,7 +2028,7 @@ class Api(NamedTuple):
     """One form of request and reply."""
 
     path: str
-    version: str                                    # the header for the version of the API
+    version_header: str
     reply: Callable[[Mapping[str, Any]], Optional[Reply]]
     structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
@@ -2048,7 +2060,7 @@ def sent_schema(schema: Any) -> Dict[str, Any]:
     ({'type': 'string', 'enum': ['yes']}, {'type': 'number'})
     """
     labels, rules = labels_of(schema), schema if isinstance(schema, dict) else {}
-    sent: Dict[str, Any] = {name: rules[name] for name in ("type",) if name in rules}
+    sent: Dict[str, Any] = {"type": rules["type"]} if "type" in rules else {}
     if labels is not None:
         kinds = [next(name for name, fits in TYPES.items() if fits(label)) for label in labels]
         sent = {"type": kinds[0] if len(set(kinds)) == 1 else sorted(set(kinds)), "enum": labels, **sent}
@@ -2060,10 +2072,11 @@ def sent_schema(schema: Any) -> Dict[str, Any]:
 def seems_cut(prompt: str, tokens: Optional[int]) -> bool:
     """Whether an endpoint that counted so many tokens has read only a part of this prompt.
 
-    In any language a token is at most about 5 letters, or 1.8 Chinese characters: half of what these rates give is
-    what an endpoint reports that keeps the half of its context, as Ollama does.  Runs of one character count once.
+    Taken is a token for 1.5 characters of Chinese, Japanese or Korean, for 3 of other scripts beyond ASCII, for 4 of
+    ASCII; honest counts are at least three quarters of that, and an endpoint that keeps the half of what it was sent,
+    as Ollama does, counts about the half.  Runs of one character count once.  A short prompt fits any context.
     """
-    if tokens is None or tokens > 0.4 * len(prompt) or len(prompt) < 2000:
+    if not tokens or tokens > 0.6 / 1.5 * len(prompt) or len(prompt) < 2000:
         return False
     bare = re.sub(r"(.)\1{3,}", r"\1", prompt, flags=re.S)
     dense = len(re.findall("[\u3040-\u9fff\uac00-\ud7a3]", bare))
@@ -2081,16 +2094,12 @@ class Endpoint:
     def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
         """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
         body = {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
-        response, mask = self._client.exchange(self._head, json.dumps(body).encode("ascii")), self._client.mask
-        try:
-            reply = as_reply(self.read(response, body))
-        except CallFailed as failure:
-            failure.detail = mask(failure.detail)
-            raise failure
-        text, finish, refusal, model_string, tokens_in, tokens_out, _ = reply
+        response, client = self._client.exchange(self._head, json.dumps(body).encode("ascii")), self._client
+        text, finish, refusal, model_string, tokens_in, tokens_out, _ = as_reply(self.read(response, body))
         request_id = response.headers.get("x-request-id") or response.headers.get("request-id")
-        return Reply(text and self._client.mask_text(text), finish and mask(finish), refusal and mask(refusal),
-                     model_string and mask(model_string), tokens_in, tokens_out, request_id and mask(request_id))
+        return Reply(text and client.mask_long(text), finish and client.mask(finish), refusal and client.mask(refusal),
+                     model_string and client.mask_long(model_string), tokens_in, tokens_out,
+                     request_id and client.mask(request_id))
 
     def read(self, response: Response, sent: Iterable[str]) -> Reply:
         """The Reply of a response; CallFailed when it holds an error or no reply.  Pure but for the date of a wait."""
@@ -2099,23 +2108,22 @@ class Endpoint:
             document = json.loads(text)
         except (ValueError, RecursionError):
             document = None
-        status = response.status
-        if not 200 <= status < 300:
-            error = error_in(document, text)
-            if isinstance(error.generation, str):       # the model's own words, refused there as no JSON
-                return Reply(error.generation)
-            raise classify(status, error, retry_after(response.headers, time.time()), sent, self._statuses)
-        if not isinstance(document, dict):
-            raise CallFailed("retry", "%s sent no JSON: %s" % (self._client.host, text), status=status, patience=3,
-                             billed=True)
-        reply, inner = self._api.reply(document), document.get("error") or first_choice(document).get("error")
-        if inner:                                       # an error inside a success
-            code = inner.get("code") if isinstance(inner, dict) else None
-            code = code if type(code) is int and code >= 400 else 500
-            raise classify(code, error_in({"error": inner}, text), retry_after(response.headers, time.time()), ())
-        if reply is None or (isinstance(reply.finish, str) and reply.finish in FAILED_FINISHES):
-            raise CallFailed("retry", "a reply without a whole choice: " + text, status=status, patience=3, billed=True)
-        return reply
+        status, good, inner = response.status, 200 <= response.status < 300, None
+        if good and isinstance(document, dict):
+            reply, inner = self._api.reply(document), document.get("error") or first_choice(document).get("error")
+            failed = reply is None or isinstance(reply.finish, str) and reply.finish in FAILED_FINISHES
+            if reply is not None and not failed and not inner:
+                return reply
+        mask, error = self._client.mask, error_in({"error": inner} if inner else document, text)
+        if isinstance(error.generation, str):           # the model's own words, refused there as no JSON
+            return Reply(error.generation)
+        if good and not inner:
+            what = "without a whole choice" if isinstance(document, dict) else "with no JSON"
+            raise CallFailed("retry", "a reply %s: %s" % (what, mask(text)), status=status, patience=3, billed=True)
+        code = an_object(inner).get("code")             # of an error inside a success
+        status = status if not inner else code if type(code) is int and code >= 400 else 500
+        wait = retry_after(response.headers, time.time())
+        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self._statuses)
 
 
 # ---- models that need no network ----
@@ -2274,7 +2282,15 @@ MAX_FAILURES = 10                       # of one call, while others succeed, bef
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
 DOUBTFUL = 3                            # rejected calls that end a run in which no call has succeeded
 Job = Tuple["Flight", Ask]              # one call to make, and the flight that is told of its verdict
-Came = Union[CallFailed, Tuple[Dict[str, Any], Tuple[str, str], bool]]  # what it came to: row, its parts, a cut prompt
+
+
+class Judged(NamedTuple):
+    """What a call came to that brought a reply, ready to be recorded."""
+
+    row: Dict[str, Any]
+    parts: Tuple[str, str]                      # of the row, as the ledger writes it
+    cut: bool                                   # the endpoint seems to have read only a part of the prompt
+    refusal: Optional[CallFailed] = None        # the endpoint refused it, for its content or for everybody's
 
 
 class Flight:
@@ -2333,10 +2349,10 @@ class Pace:
         self.strikes += not held
         if failure.status in OVERLOADED and not held:
             self.limit = max(1.0, min(self.limit, in_flight) / 2)
-        if failure.wait is not None:
-            wait = failure.wait + min(1.0, 0.1 * failure.wait + 0.05) * self._dice()        # never earlier than told
-        else:
-            wait = min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self.strikes - 1)) * (1 - 0.5 * self._dice())
+        told = failure.wait or 0.0
+        wait = told + min(1.0, 0.1 * told + 0.05) * self._dice()        # never earlier than told
+        if failure.wait is None or self.strikes > 2:    # who says "0 s" again and again does not mean it
+            wait = max(wait, min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self.strikes - 1)) * (1 - 0.5 * self._dice()))
         if failure.wait is not None or failure.status in OVERLOADED or self.strikes > 1:
             self.held_until = max(self.held_until, now + wait)          # told to one, holds for all
         return wait
@@ -2364,10 +2380,9 @@ class Runner:
         self._work = threading.Condition(self._lock)                # notified of all that a waiting thread may act on
         self._ready: Deque[Job] = collections.deque()
         self._delayed: List[Tuple[float, Job]] = []
-        self._doubtful: List[Tuple[Job, CallFailed]] = []           # refused while no call had succeeded
+        self._doubtful: List[Tuple[Job, Judged]] = []               # refused while no call had succeeded
         self._prompt_head = prompt_head(task)
-        self._in_flight, self._waiting, self._started_at = 0, 0, time.monotonic()
-        self._deadline = self._started_at + (options.deadline or math.inf)
+        self._in_flight, self._waiting, self._began, self._deadline = 0, 0, 0.0, math.inf
 
     # ---- what to ask ----
 
@@ -2447,8 +2462,10 @@ class Runner:
     def run(self, ledger: Ledger, header: Mapping[str, Any], say: Speaker) -> None:
         """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
         flight, self._ledger = next(self.flights, None), ledger
+        self._began = time.monotonic()
+        self._deadline = self._began + (self.options.deadline or math.inf)
         with self._lock:
-            if flight is None or self._noted("run", **header) is None:
+            if flight is None or self._append_event("run", **header) is None:
                 return
         self._ready.extend(flight.first)
         before = self._catch_signals()
@@ -2458,9 +2475,11 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with self._lock:
-            self._note_doubtful()
+            for (_, ask), refused in self._doubtful:    # it is not known why: that says nothing about their items
+                if refused.refusal is not None:
+                    self._append_failure(ask, refused.refusal)
             if self.tally["coalesced"]:
-                self._noted("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
+                self._append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
         if self._error is not None:
             raise self._error
 
@@ -2486,6 +2505,7 @@ class Runner:
             threads = [thread for thread in threads if thread.is_alive()]
             with self._lock:
                 now = time.monotonic()
+                self.model.tick(now)
                 if self._signals:
                     self._stop("interrupted", INTERRUPTED)
                 if say.closed and threads:
@@ -2499,13 +2519,13 @@ class Runner:
                 say(line)
             if say.width:
                 say.live(fitting(words, say.width - 1) if threads else "")
-            elif now - spoken > (10 if now - self._started_at < 60 else 60):        # now and then: a sign of life
+            elif now - spoken > (10 if now - self._began < 60 else 60):        # now and then: a sign of life
                 spoken = now
                 say(fitting(words))
 
     def _progress(self, now: float) -> List[str]:
         """How far the run is, the most wanted first; only what it does itself counts for its speed."""
-        tally, figures, seconds, wait = self.tally, self.figures, now - self._started_at, self.pace.held_until - now
+        tally, figures, seconds, wait = self.tally, self.figures, now - self._began, self.pace.held_until - now
         done = tally["answered"] + tally["quarantined"]
         left = (tally["pending"] - done) * seconds / done if done else 0
         return ["%d/%d items" % (done, tally["pending"]), "waiting %d s for the endpoint" % wait if wait > 1 else "",
@@ -2535,7 +2555,7 @@ class Runner:
 
     def _thread(self) -> None:
         """Make calls until there are none; the lock is taken once for each, to settle the last and choose the next."""
-        came: Optional[Tuple[Job, Came]] = None
+        came: Optional[Tuple[Job, Union[Judged, CallFailed]]] = None
         try:
             while True:
                 with self._lock:
@@ -2555,23 +2575,22 @@ class Runner:
         """The next call to make, waiting where there is none yet; None when this run makes no more."""
         while not self.code:
             now = time.monotonic()
-            job, opens, spent = self._due(now), self.pace.opens(self._in_flight), self._spent(now)
-            if spent and (job is not None or self._delayed):
+            ready, opens, spent = self._fill(now), self.pace.opens(self._in_flight), self._spent(now)
+            if spent and (ready or self._delayed):
                 self._stop(spent, STOPPED)
-            elif job is not None and opens <= now:
+            elif ready and opens <= now:
                 self.tally["calls"] += 1
                 self._in_flight += 1
                 self.pace.began(now)
-                return job
-            elif job is not None or self._in_flight or self._delayed:
-                self._ready.extendleft([job] if job is not None else ())
-                until = opens if job is not None else min((due for due, _ in self._delayed), default=math.inf)
+                return self._ready.popleft()
+            elif ready or self._in_flight or self._delayed:
+                until = opens if ready else min((due for due, _ in self._delayed), default=math.inf)
                 until = min(until, self._deadline) if now < self._deadline else until
                 self._waiting += 1
-                self._work.wait(max(0.0, min(until - now, 60)))
+                self._work.wait(min(max(0.0, until - now), 60))     # bounded, since infinity is no time to wait
                 self._waiting -= 1
             elif self._doubtful:
-                self._settle_doubtful()
+                self._reject_doubtful()
             else:
                 break
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
@@ -2583,46 +2602,68 @@ class Runner:
             return "--max-calls %d is reached" % self.tally["calls"]
         return "the --deadline of %g s has passed" % self.options.deadline if now >= self._deadline else ""
 
-    def _due(self, now: float) -> Optional[Job]:
-        """A call that may be made now: of a batch begun, repeated after a failure, or of a new batch."""
+    def _fill(self, now: float) -> bool:
+        """Whether a call is ready: of a batch begun, one to be repeated after a failure, or of a new batch."""
         if not self._ready:
             due = min(self._delayed, key=lambda entry: entry[0], default=None)
             if due is not None and due[0] <= now:
                 self._delayed.remove(due)
-                return due[1]
-            flight = next(self.flights, None)
-            self._ready.extend(flight.first if flight is not None else ())
-        return self._ready.popleft() if self._ready else None
+                self._ready.append(due[1])
+            else:
+                flight = next(self.flights, None)
+                self._ready.extend(flight.first if flight is not None else ())
+        return bool(self._ready)
 
-    def _asked(self, ask: Ask) -> Came:
+    def _asked(self, ask: Ask) -> Union[Judged, CallFailed]:
         """Make one call, without the lock: the row of its reply, ready to be written, or why none came."""
         params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
         prompt = build_prompt(ask.items, self.task, self._prompt_head)
         structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
+        refusal: Optional[CallFailed] = None
         try:
             reply = self.model.call(prompt, {**structure, **params})
         except CallFailed as failure:
-            return failure
+            if failure.kind != "rejected":
+                return failure
+            reply, refusal = Reply(None, REJECTED, failure.detail), failure
         row = self._judged(ask, reply, prompt, started, params)
-        return row, row_parts(row), seems_cut(prompt, reply.tokens_in)
+        return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), refusal)
 
-    def _settle(self, job: Job, came: Came) -> None:
+    # ---- what a call came to ----
+
+    def _settle(self, job: Job, came: Union[Judged, CallFailed]) -> None:
         """Take in what a call came to.  The caller holds the lock, here and below."""
         self._in_flight -= 1
         if isinstance(came, CallFailed):
             self._failed(job, came)
+        elif came.refusal is not None and not self.tally["replies"]:
+            self._doubt(job, came)
         else:
-            row, parts, cut = came
             self.pace.replied()
-            self.tally["replies"] += 1
-            self._settle_doubtful()
-            self._record(*job, row, parts)
-            if cut:
+            self.tally["replies"] += came.refusal is None
+            self._reject_doubtful()
+            self._record(*job, came)
+            if came.cut:
                 self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a "
                            "part; %s, or take a smaller --batch-size or --batch-chars" % (
-                               row["tokens_in"], len(row["batch"]), self.model.roomier or "give it a larger context"))
+                               came.row["tokens_in"], len(came.row["batch"]),
+                               self.model.roomier or "give it a larger context"))
         if self._waiting:
             self._work.notify(1 + len(self._ready) + len(self._delayed))
+
+    def _doubt(self, job: Job, refused: Judged) -> None:
+        """Put a refusal aside until it is known whether the content is to blame; DOUBTFUL of them stop the run."""
+        self._doubtful.append((job, refused))
+        self.tally["refused"] += 1
+        if refused.refusal is not None and self.tally["refused"] >= DOUBTFUL:
+            self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts"
+                       % (DOUBTFUL, refused.refusal.detail), STOPPED)
+
+    def _reject_doubtful(self) -> None:
+        """Now it is known that these calls were refused for their content: a verdict on the prompt, like any other."""
+        doubtful, self._doubtful = self._doubtful, []
+        for job, refused in doubtful:
+            self._record(*job, refused)
 
     def _judged(self, ask: Ask, reply: Reply, prompt: str, started: float, params: Mapping[str, Any]) -> Dict[str, Any]:
         verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
@@ -2630,10 +2671,9 @@ class Runner:
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
             "prompt_sha": hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32]})
 
-    # ---- what a call came to ----
-
-    def _record(self, flight: Flight, ask: Ask, row: Dict[str, Any], parts: Tuple[str, str]) -> None:
+    def _record(self, flight: Flight, ask: Ask, judged: Judged) -> None:
         """Append the row, let it take effect, and queue the calls that follow."""
+        row, parts, _, _ = judged
         settled, code = self._appended(row, parts), row["verdict"]
         if settled is None:
             self.tally["lost"] += 1
@@ -2650,7 +2690,7 @@ class Runner:
         """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
         return self.state.apply(row) if self._guarded(lambda ledger: ledger.append(parts)) else None
 
-    def _noted(self, event: str, **members: Any) -> Optional[List[int]]:
+    def _append_event(self, event: str, **members: Any) -> Optional[List[int]]:
         """Append a row that is no reply's."""
         row = compact({"event": event, "at": timestamp(), "run": self.run_id, **members})
         return self._appended(row, row_parts(row))
@@ -2667,18 +2707,8 @@ class Runner:
 
     def _failed(self, job: Job, failure: CallFailed) -> None:
         """A call that brought no reply: wait and repeat, leave it for another run, or stop."""
-        failure.detail = failure.detail[:MAX_KEPT]
-        if failure.kind == "rejected":
-            self._doubtful.append((job, failure))
-            self.tally["refused"] += 1
-            if self.tally["replies"]:
-                self._settle_doubtful()
-            elif self.tally["refused"] >= DOUBTFUL:
-                self._note_doubtful()
-                self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts"
-                           % (DOUBTFUL, failure.detail), STOPPED)
-        elif failure.kind == "stop":
-            self._note(job[1], failure)
+        if failure.kind == "stop":
+            self._append_failure(job[1], failure)
             self._stop(failure.detail, STOPPED)
         else:
             self._retry(job, failure, time.monotonic())
@@ -2692,7 +2722,7 @@ class Runner:
         if held and failure.status == 429:
             self.tally.update(coalesced=1, failures=1)
         else:
-            self._note(ask, failure, wait)
+            self._append_failure(ask, failure, wait)
         if failure.wait is not None and wait > min(MAX_WAIT, self._deadline - now):
             until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + wait))
             self._stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
@@ -2703,25 +2733,11 @@ class Runner:
         else:
             self._delayed.append((now + wait, job))
 
-    def _note_doubtful(self) -> None:
-        """The run ends before it is known why these calls were refused: they say nothing about their items."""
-        doubtful, self._doubtful = self._doubtful, []
-        for (_, ask), failure in doubtful:
-            self._note(ask, failure)
-
-    def _settle_doubtful(self) -> None:
-        """Now it is known that these calls were refused for their content: a verdict on the prompt, like any other."""
-        doubtful, self._doubtful = self._doubtful, []
-        for (flight, ask), failure in doubtful:
-            reply, prompt = Reply(None, REJECTED, failure.detail), build_prompt(ask.items, self.task)
-            row = self._judged(ask, reply, prompt, time.monotonic(), {})
-            self._record(flight, ask, row, row_parts(row))
-
-    def _note(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None) -> None:
+    def _append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None) -> None:
         """A failure row.  The 429s of one episode are one row; the next row, or the run's last, counts the others."""
         coalesced, self.tally["coalesced"] = self.tally["coalesced"] or None, 0
         self.tally["failures"] += 1
-        self._noted("failure", kind=failure.kind, status=failure.status, wait=wait and round(wait, 3),
+        self._append_event("failure", kind=failure.kind, status=failure.status, wait=wait and round(wait, 3),
                     billed=failure.billed, coalesced=coalesced, batch=ask.ids, attempt=ask.attempt,
                     stage=self.task.stage, task=self.task.fingerprint, batch_id=ask.batch_id, detail=failure.detail)
 
@@ -3371,6 +3387,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return STOPPED
     except OSError as error:            # a disk that failed: what was answered is on the ledger
         say("batch_harness: %s; nothing on the ledger is lost, run the same command again" % error)
+        return STOPPED
+    except Exception as error:          # no code but 3 says what is true: stopped, and the ledger can be gone on with
+        import traceback
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        say("batch_harness: a fault of its own in %s, line %s: %s: %s; please report it, nothing on the ledger is lost"
+            % (where.name, where.lineno, type(error).__name__, error))
         return STOPPED
     finally:
         say.finish()

@@ -1631,8 +1631,10 @@ class Models(EndpointCase):
         code, out, err = self.main("--input", "items.jsonl", "--model", "ollama:qwen2.5:7b", "--dry-run")
         self.assertIn("texts go to http://127.0.0.1:11434/v1", out)
         del os.environ["OPENAI_BASE_URL"]
-        for model in ("qwen2.5:7b", "llama3", "opnai:gpt", "openai", "anthropic", ":x"):
-            self.assertIn("names no provider", self.refused("--input", "items.jsonl", "--model", model))
+        for model, words in (("qwen2.5:7b", "names no provider"), ("llama3", "names no provider"), ("opnai:gpt", "names no provider"), (":x", "names no provider"),
+                             ("openai", "names no model"), ("anthropic:", "names no model"), ("mistral:7b", "ollama:mistral:7b"), ("deepseek:latest", "ollama:deepseek:latest"),
+                             ("mistral:7b-instruct-q4_0", "ollama:mistral:7b-instruct-q4_0")):
+            self.assertIn(words, self.refused("--input", "items.jsonl", "--model", model))
         self.assertEqual(server.requests, [])
 
     def test_the_messages_api_is_asked_under_the_version_that_was_chosen(self):
@@ -1691,9 +1693,11 @@ class Models(EndpointCase):
                 (429, {"error": {"message": "Traffic grew too fast.", "type": "rate_limit_error", "code": "slow_down"}}, "retry"),
                 (429, {"error": {"message": "No credit.", "type": "insufficient_quota", "code": "credit_balance_exhausted"}}, "stop"),
                 (402, {"error": {"code": 402, "message": "Not enough credits."}}, "stop"), (400, None, "rejected"), (418, None, "stop"),
+                (404, {"detail": "Not Found"}, "stop"), (400, {"error": True}, "rejected"),
                 (400, {"error": {"message": ["odd"], "code": ["odd"], "param": {"odd": 1}, "details": "odd"}}, "rejected"), (502, [], "retry"), (502, [[]], "retry")):
             failure = bh.classify(status, bh.error_in(document, "words"), None, ("response_format", "model"))
             self.assertEqual(failure.kind, kind, (status, document))
+        self.assertEqual(bh.error_in({"detail": "Not Found"}, '{"detail": "Not Found"}').words, "Not Found")
         self.assertEqual(bh.classify(402, bh.error_in(None, ""), 3.0, ()).kind, "retry")       # OpenRouter: final unless it says when
         self.assertEqual(bh.classify(403, bh.error_in(None, ""), None, ()).kind, "stop")
 
@@ -1716,8 +1720,13 @@ class Models(EndpointCase):
                 ("openai:m", ["--structured", "--param", 'response_format={"type": "text"}'], "say the same"),
                 ("anthropic:m", ["--structured", "--retry-param", "output_config={}"], "say the same"),
                 ("openai:m\r\nX-Evil: 1", [], "control"), ("ollama:a\x7fb", [], "control"), ("openai:m", ["--rpm", "0"], "whole number"),
-                ("cmd:cat", ["--structured"], "structured"), ("cmd:cat", ["--max-tokens", "9"], "max-tokens"), ("openai:m", ["--param", "top_p=high"], "JSON")):
+                ("demo", ["--base-url", "http://x/v1"], "base-url"), ("demo", ["--max-tokens", "9"], "max-tokens"), ("cmd:cat", ["--structured"], "structured"), ("cmd:cat", ["--max-tokens", "9"], "max-tokens"), ("openai:m", ["--param", "top_p=high"], "JSON")):
             self.assertIn(words, self.refused("--input", "items.jsonl", "--model", model, *more), (model, more))
+
+    def test_a_retry_may_have_another_limit_than_max_tokens(self):
+        server = self.serve(lambda prompt, n: completion("[", choices=[{"message": {"content": "["}, "finish_reason": "stop"}]) if n == 1 else completion(reply_to_prompt(prompt)))
+        self.assertEqual(self.ask(server, 1, "--max-tokens", "100", "--retry-param", "max_completion_tokens=400")[0], 0)
+        self.assertEqual([body["max_completion_tokens"] for _, _, body in server.requests], [100, 400])
 
     def test_structured_asks_for_one_object_keyed_by_id(self):
         task = {"instruction": "Judge.", "rubric_version": 3, "fields": {
@@ -1849,13 +1858,13 @@ class Models(EndpointCase):
         ((500, error_body(message="oops"), {}), "HTTP 500: oops"), ((503, b"", {"Retry-After": "0.01"}), "HTTP 503"),
         ((429, error_body(message="slow", code="rate_limit_exceeded"), {"Retry-After": "0"}), "HTTP 429: slow"),
         ((408, b"", {}), "HTTP 408"), ((529, b"<!DOCTYPE html><title>529</title>" + b"x" * 8000, {"Content-Type": "text/html"}), "HTTP 529"),
-        ((200, b"<html>", {}), "sent no JSON"), ((200, b"[]", {}), "sent no JSON"), ((200, b'{"choices":[{"message":{"content":"[{', {}), "sent no JSON"),
-        ((200, b"\n\n", {}), "sent no JSON"), ((200, b"{}", {}), "without a whole choice"), ((200, completion("", choices=[]), {}), "without a whole choice"),
+        ((200, b"<html>", {}), "with no JSON"), ((200, b"[]", {}), "with no JSON"), ((200, b'{"choices":[{"message":{"content":"[{', {}), "with no JSON"),
+        ((200, b"\n\n", {}), "with no JSON"), ((200, b"{}", {}), "without a whole choice"), ((200, completion("", choices=[]), {}), "without a whole choice"),
         ((200, error_body(message="upstream", code=502), {}), "HTTP 502: upstream"),
         ((200, completion("", choices=[{"error": {"message": "mid", "code": 503}}]), {}), "HTTP 503: mid"),
         ((200, b"{", {"Content-Length": "999", "Connection": "close"}), "the reply broke off"),
         (lambda handler: (handler.send_response(200), handler.send_header("Connection", "close"), handler.end_headers(),
-                          handler.wfile.write(b'{"choices":[{"message":{"content":"[{\\"id'), setattr(handler, "close_connection", True)), "sent no JSON"),
+                          handler.wfile.write(b'{"choices":[{"message":{"content":"[{\\"id'), setattr(handler, "close_connection", True)), "with no JSON"),
         (lambda handler: (handler.send_response(200), handler.send_header("Transfer-Encoding", "chunked"), handler.end_headers(),
                           handler.wfile.write(b"5\r\n{\"cho\r\n"), setattr(handler, "close_connection", True)), "the reply broke off"),
     ]
@@ -1935,7 +1944,7 @@ class Models(EndpointCase):
                 receive = iter(stream + [b""]).__next__
                 response = bh.read_response(receive)
                 if b"abHTTP" not in pieces[-1] or not step:
-                    self.assertEqual((response.status, response.body, response.lasting), expected, pieces)
+                    self.assertEqual((response.status, response.body, response.kept_alive), expected, pieces)
 
     def test_what_is_no_whole_response_is_never_one(self):
         whole = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"]
@@ -2010,7 +2019,7 @@ class Models(EndpointCase):
             self.assertFalse(bh.seems_cut(text, int(len(text) / letters)), text[:20])
         for text, letters in ((english, 4.5), (chinese, 1.4), (hindi, 3.3)):
             self.assertTrue(bh.seems_cut(text, int(len(text) / letters / 2)), text[:20])
-        self.assertFalse(bh.seems_cut(english, None))
+        self.assertFalse(bh.seems_cut(english, None) or bh.seems_cut(english, 0))          # some count nothing for a cached prompt
         self.assertFalse(bh.seems_cut("short", 1))
 
     def test_a_bad_key_no_money_or_a_wrong_model_stops_at_once(self):
@@ -2174,6 +2183,61 @@ class Models(EndpointCase):
         self.ask(server, 1)
         self.assertEqual(list(self.rows("runs/ledger.jsonl")[0]["answers"].values()), ["***"])
 
+    def test_an_echo_of_the_request_is_masked_wherever_it_comes_from(self):
+        key = "sk-FAKE-ECHO-0123456789"
+
+        def echo(handler):
+            handler.wfile.write(("Authorization: Bearer %s\n" % key).encode() * 40 + b"\r\n\r\n")
+            handler.close_connection = True
+        for action in (echo, (500, (key + " ").encode() * 400, {}), (200, b'{"choices": [], "x": "%s"}' % (key.encode() * 400), {}),
+                       (400, error_body(message=key * 400, code="content_filter"), {}), (404, error_body(message=(key[:-1] + "/") * 90 + key * 9), {})):
+            server = self.serve(lambda prompt, n: action)
+            os.environ["OPENAI_API_KEY"] = key
+            server.base += "?key=FAKEQUERY-1&v=2026"
+            code, out, err = self.ask(server, 4)
+            self.assertEqual(code, 3)
+            for text in (out, err, self.bytes().decode()):
+                self.assertNotIn("ECHO-0123456789", text)
+                self.assertNotIn("FAKEQUERY", text)
+            os.remove("runs/ledger.jsonl")
+
+    def test_a_word_that_serves_as_a_key_is_no_secret_in_the_model_string(self):
+        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt, "none at all"), model="none-7b") if n == 1 else (404, error_body(message="key? no"), {}))
+        os.environ["OPENAI_API_KEY"] = "none"
+        server.base += "?key=" + KEY
+        code, out, err = self.main("--input", self.items_file(2), "--model", "openai:m", "--base-url", server.base)
+        [row] = self.rows("runs/ledger.jsonl")
+        self.assertEqual((row["model_string"], list(row["answers"].values())), ("none-7b", ["none at all"]))
+        self.assertIn("key? no; check model", out)
+
+    def test_the_remedy_survives_long_words_of_the_endpoint(self):
+        for status, body, words in ((404, b"<html>" + b"not found " * 400, "check model and --base-url"), (401, error_body(message="no " * 900), "check the key")):
+            code, out, err = self.ask(self.serve(lambda prompt, n: (status, body, {})), 2)
+            self.assertIn(words, out)
+            self.assertLessEqual(len(self.failures()[0]["detail"]), 500)
+            self.assertIn(words, self.failures()[0]["detail"])
+            os.remove("runs/ledger.jsonl")
+
+    def test_an_error_inside_a_success_is_read_like_any_other(self):
+        inner = json.dumps({"error": {"code": 403, "message": "flagged by moderation", "metadata": {}}}).encode()
+        server = self.serve(lambda prompt, n: inner if "number 1" in prompt else completion(reply_to_prompt(prompt)))
+        self.assertEqual(self.ask(server, 3, model="openrouter:m")[0], 1)
+        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["ok", "rejected", "ok"])
+
+    def test_a_blocked_answer_without_a_message_is_a_refusal(self):
+        server = self.serve(lambda prompt, n: completion("", choices=[{"index": 0, "finish_reason": "content_filter", "message": None}]))
+        self.assertEqual(self.ask(server, 2)[0], 1)
+        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["refused"] * 2)
+
+    def test_the_row_of_a_refused_call_says_what_was_sent_and_how_long_it_took(self):
+        def script(prompt, n):
+            time.sleep(0.02)
+            return completion("no") if n == 1 else (400, b"", {}) if n == 2 else completion(reply_to_prompt(prompt))
+        self.assertEqual(self.ask(self.serve(script), 2, "--retry-param", "temperature=0.7")[0], 1)
+        row = self.rows("runs/ledger.jsonl")[1]
+        self.assertEqual((row["verdict"], row["params"]), ("rejected", {"temperature": 0.7}))
+        self.assertGreaterEqual(row["ms"], 20)
+
     def test_what_no_endpoint_could_be_is_refused(self):
         self.items_file(1)
         os.environ["OPENAI_API_KEY"] = KEY
@@ -2207,7 +2271,7 @@ class Models(EndpointCase):
         with mock.patch.dict(os.environ, {"http_proxy": proxy.base.rpartition("/")[0], "no_proxy": "example.org"}):
             self.items_file(1)
             code, out, err = self.main("--input", "items.jsonl", "--model", "openai:x", "--base-url", "http://example.test/v1")
-        self.assertEqual((code, proxy.requests[0][0]), (0, "http://example.test:80/v1/chat/completions"), out + err)
+        self.assertEqual((code, proxy.requests[0][0]), (0, "http://example.test/v1/chat/completions"), out + err)
 
     def test_a_proxy_is_logged_in_to_or_refused(self):
         proxy = self.serve()
@@ -2216,7 +2280,7 @@ class Models(EndpointCase):
         with mock.patch.dict(os.environ, {"http_proxy": address}):
             self.assertEqual(self.main(*words)[0], 0)
         self.assertEqual(proxy.requests[0][1]["Proxy-Authorization"], "Basic bWU6cEBzcw==")
-        for broken in ("http://127.0.0.1:bad", "http://[bad"):
+        for broken in ("http://127.0.0.1:bad", "http://[bad", "https://127.0.0.1:9", "socks5://127.0.0.1:9"):
             with mock.patch.dict(os.environ, {"http_proxy": broken}):
                 self.assertEqual(self.main(*words, "--ledger", "new/x.jsonl")[0], 2)
 
@@ -2516,10 +2580,9 @@ class Runs(EndpointCase):
         self.items_file(4)
         code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
         self.assertNotIn("\r", err)
-        runner = types.SimpleNamespace(tally=collections.Counter(answered=30, quarantined=2, pending=62, failures=4), started_at=100.0,
+        runner = types.SimpleNamespace(tally=collections.Counter(answered=30, quarantined=2, pending=62, failures=4), _began=100.0,
                                        figures=collections.Counter(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
                                        pace=types.SimpleNamespace(held_until=120.0))
-        runner._started_at = 100.0
         words = bh.fitting(bh.Runner._progress(runner, 116.0))
         self.assertEqual(words, "32/62 items, waiting 4 s for the endpoint, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
         self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00", "0:59", "1:00", "1:02:03"])
@@ -2613,7 +2676,7 @@ class Runs(EndpointCase):
             pace.failed(failed(429, 1.0), 109.0, 4)
             pace.failed(failed(429, 1.0), 111.0, 1)
             pace.failed(failed(429, 1.0), 113.0, 1)
-            self.assertEqual((pace.limit, pace.strikes), (1.0, 4))                      # never below one
+            self.assertEqual((pace.limit, pace.strikes), (1.0, 3))                      # never below one
             replies = 0
             while pace.limit < 8:
                 pace.replied()
@@ -2623,6 +2686,8 @@ class Runs(EndpointCase):
             waits = [pace.failed(failed(500), 1000.0 + 200 * n, 8) for n in range(9)]
             self.assertEqual(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60])
             self.assertEqual(pace.limit, 8)                                              # a 500 is no overload
+            hasty = bh.Pace(8, None, lambda: 0.0)
+            self.assertEqual([hasty.failed(failed(429, 0.0), 100.0 * n, 1) for n in range(5)], [0, 0, 4, 8, 16])      # "0 s" is not believed for ever
             slow = bh.Pace(8, 30, lambda: 0.0)
             slow.began(50.0)
             self.assertEqual(slow.opens(1), 52.0)
@@ -2694,10 +2759,13 @@ class Runs(EndpointCase):
         self.assertIn("3 of 3 items answered", out)
         self.assertIn("2 rows that were not there at first were not asked", out)
 
-    def test_a_thread_that_breaks_ends_the_run(self):
+    def test_a_fault_of_the_program_is_one_line_and_exit_three(self):
         self.items_file(5)
-        with mock.patch.object(bh, "attempt_row", side_effect=MemoryError("no more")), self.assertRaises(MemoryError):
-            self.main("--input", "items.jsonl", "--model", "demo", "--workers", "3")
+        with mock.patch.object(bh, "attempt_row", side_effect=MemoryError("no more")):
+            code, out, err = self.main("--input", "items.jsonl", "--model", "demo", "--workers", "3")
+        self.assertEqual(code, 3)
+        self.assertRegex(err.splitlines()[-1], r"^batch_harness: a fault of its own in \w+, line \d+: MemoryError: no more; please report it")
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo")[0], 0)
 
 
 # ====================================================================================================================
