@@ -139,15 +139,17 @@ class CallFailed(Exception):
     wait      seconds the server asked for, or None
     patience  how many such failures in a row end a run in which no call has succeeded yet
     billed    whether the work may have been charged although no reply came
+    certain   of a rejection: the endpoint says that it is for the content, and not for what all calls share
     """
 
     def __init__(self, kind: str, detail: str, *, status: Optional[int] = None, wait: Optional[float] = None,
-                 patience: int = 8, billed: bool = False) -> None:
+                 patience: int = 8, billed: bool = False, certain: bool = False) -> None:
         self.kind = kind if kind in ("rejected", "stop") else "retry"
         self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:MAX_KEPT]
         self.status = status if type(status) is int and abs(status) < MAX_INTEGER else None
         self.wait = wait if type(wait) in (int, float) and 0 <= wait < math.inf else None  # type: ignore[operator]
         self.patience, self.billed = patience if type(patience) is int else 8, bool(billed)
+        self.certain = bool(certain)
         super().__init__(self.detail)
 
 
@@ -1530,13 +1532,13 @@ PROVIDERS: Dict[str, Provider] = {
     "anthropic": Provider(
         "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "messages", "x-api-key: %s",
         defaults={"max_tokens": 8192},              # this API demands a limit
-        refused=dict.fromkeys(("seed", "n", "response_format", "max_completion_tokens"), "its API has no such field"),
+        refused=dict.fromkeys(("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
         versions={"2026-10-21": dict.fromkeys(("temperature", "top_p", "top_k"),
                                               "leave it out, or ask under --api-version 2023-06-01"),
                   "2023-06-01": {}}),
     "ollama": Provider(
         "http://127.0.0.1:11434/v1",
-        refused=dict.fromkeys(("options", "num_ctx", "think", "n", "max_completion_tokens"),
+        refused=dict.fromkeys(("options", "num_ctx", "think", "max_completion_tokens"),
                               "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
         roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
     "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
@@ -1624,10 +1626,12 @@ def check_parameters(options: argparse.Namespace, word: str, provider: Provider,
     for name, instead in {**provider.refused, **provider.versions.get(version or "", {})}.items():
         if name in asked:
             raise HarnessError("%s does not take %s; %s" % (word, name, instead))
-    if options.api_version and not provider.versions:
-        raise HarnessError("%s knows no --api-version; leave it out" % word)
-    if options.max_tokens and provider.limit in dict(options.param):
-        raise HarnessError("--max-tokens and --param %s say the same; give one of them" % provider.limit)
+    if options.api_version and options.api_version not in provider.versions:
+        known = ", or take " + " or ".join(provider.versions) if provider.versions else ""
+        raise HarnessError("%s has no --api-version %s; leave it out%s" % (word, options.api_version, known))
+    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in dict(options.param)]
+    if options.max_tokens and limits:
+        raise HarnessError("--max-tokens and --param %s say the same; give one of them" % limits[0])
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
     if options.structured and structure & asked:
@@ -1642,13 +1646,16 @@ def endpoint_key(options: argparse.Namespace, provider: Provider, url: str) -> s
         raise HarnessError("the key in %s holds characters that no header can carry; set it again" % variable)
     needed = options.api_key_env or (provider.key and provider is not OTHER and not is_loopback(place.hostname))
     if needed and not key and not options.dry_run:
-        raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (place.hostname, variable))
+        named = variable if re.match(r"[A-Z][A-Z0-9_]*\Z", variable) else "the variable (not shown: it may be a key)"
+        raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (place.hostname, named))
     return key
 
 
 # ---- HTTP: bytes to a host and back ----
 
 BASE_URL = "the base URL (--base-url or its variable)"
+END_OF_LINE, END_OF_HEAD = re.compile(rb"\r?\n"), re.compile(rb"\r?\n\r?\n")
+MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
 
 
@@ -1678,11 +1685,13 @@ class Inbox:
             raise EOFError("the reply broke off")
         return part
 
-    def upto(self, mark: bytes) -> bytes:
-        """The bytes before a mark, which is passed over."""
-        while mark not in self.data:
+    def upto(self, mark: Any) -> bytes:
+        """The bytes before a pattern, which is passed over."""
+        found = mark.search(self.data)
+        while not found:
             self.data += self.more()
-        before, _, self.data = self.data.partition(mark)
+            found = mark.search(self.data)
+        before, self.data = self.data[:found.start()], self.data[found.end():]
         return before
 
     def take(self, size: int) -> bytes:
@@ -1703,18 +1712,19 @@ class Inbox:
 
     def chunks(self) -> Iterator[bytes]:
         """The parts of a chunked body; its trailers are passed over."""
-        for size in iter(lambda: int(self.upto(b"\r\n").split(b";")[0], 16), 0):
+        for size in iter(lambda: int(self.upto(END_OF_LINE).split(b";")[0], 16), 0):
             yield self.take(size)
-            self.upto(b"\r\n")
-        while self.upto(b"\r\n"):
-            pass
+            self.upto(END_OF_LINE)
+        with contextlib.suppress(EOFError):             # after the last chunk the body is whole
+            while self.upto(END_OF_LINE):
+                pass
 
 
 def read_response(receive: Callable[[], bytes]) -> Response:
     """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
     inbox, status = Inbox(receive), "100"
     while status[:1] == "1":                            # 1xx are news on the way
-        first, *lines = inbox.upto(b"\r\n\r\n").decode("latin-1").split("\r\n")
+        first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
         version, status = first[:9], first[9:12]
         if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not re.match("[1-5][0-9][0-9]", status):
             raise ValueError("it does not speak HTTP: " + first[:80])
@@ -1730,6 +1740,8 @@ def read_response(receive: Callable[[], bytes]) -> Response:
         body = b"".join(inbox.chunks())
     else:
         body = inbox.rest() if length is None else inbox.take(int(length))
+    if headers.get("content-encoding", "") in ("gzip", "x-gzip", "deflate"):        # unasked, as some gateways do
+        body = zlib.decompressobj(47).decompress(body, MAX_REPLY)
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
     return Response(int(status), headers, body, kept_alive and not inbox.data)
@@ -1740,14 +1752,13 @@ class Kept(threading.local):
 
     connection: Any = None
     has_news: Callable[[], bool]        # whether something waits to be read on it, if only its end
-    began = 0.0                         # when its last request began
 
 
 class Client:
     """Requests to one base URL.  No redirect is followed, and a request that may have been seen is not repeated here.
 
-    `headers` are lines, one of which carries the `secret`.  `mask` takes it, and the values of the URL's query, out of
-    what came from outside; `mask_long` only where they are long, for texts in which a short one may be an honest word.
+    `headers` are lines, one of which carries the `secret`.  `mask` takes it, the proxy's login and the values of the
+    URL's query out of errors; `mask_long` takes a long secret out of replies, where a short one may be an honest word.
     """
 
     def __init__(self, base_url: str, timeout: float, headers: Sequence[str], secret: str) -> None:
@@ -1768,10 +1779,11 @@ class Client:
         if self._tls:
             import ssl
             self._context = ssl.create_default_context()
-        secrets = [secret, *(pair.partition("=")[2] for pair in url.query.split("&"))]
+        logins = [] if self._proxy is None else [self._proxy.password or "", *(v[6:] for v in self._login.values())]
+        secrets = [secret, *logins, *(pair.partition("=")[2] for pair in url.query.split("&"))]
         self.mask: Callable[[str], str] = functools.partial(secret_pattern(secrets, 3).sub, "***")
-        self.mask_long: Callable[[str], str] = functools.partial(secret_pattern(secrets, 16).sub, "***")
-        self._deadlines: Dict[Any, float] = {}          # a socket with a call on it -> when that call has to end
+        self.mask_long: Callable[[str], str] = functools.partial(secret_pattern([secret], 16).sub, "***")
+        self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> when that has to end
 
     def head(self, method: str, path: str) -> bytes:
         """The head of a request; it ends in "Content-Length: ", and exchange adds the number."""
@@ -1780,19 +1792,25 @@ class Client:
         return "\r\n".join(["%s %s HTTP/1.1" % (method, target), *self._headers, "Content-Length: "]).encode("ascii")
 
     def exchange(self, head: bytes, data: bytes) -> Response:
-        """Send one request and read its response within the timeout, once connected.  CallFailed: none came whole."""
-        now, response = time.monotonic(), None
+        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
+        now, response, kept, new = time.monotonic(), None, self._kept, True
         try:
-            sock = self._connected(now)
-            self._deadlines[sock] = now + self._timeout
+            if kept.connection is not None and kept.has_news():     # nothing can be due: it is closed, or out of step
+                self._drop()
+            new, kept.connection = kept.connection is None, kept.connection or self._connection()
+            self._deadlines[kept.connection] = now + self._timeout
+            if new:
+                kept.connection.connect()
+                kept.connection.sock.settimeout(None)               # from here on end_overdue is the clock
+                kept.has_news, new = news_of(kept.connection.sock), False
+            sock = kept.connection.sock
             sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
             response = read_response(functools.partial(sock.recv, 1 << 16))
             return response
-        except (OSError, EOFError, ValueError, OverflowError, self._http.HTTPException) as error:
-            raise self._failure(TimeoutError() if time.monotonic() - now >= self._timeout else error)
+        except (OSError, EOFError, ValueError, OverflowError, zlib.error, self._http.HTTPException) as error:
+            raise self._failure(TimeoutError() if time.monotonic() - now >= self._timeout else error, new)
         finally:
-            if self._kept.connection is not None:
-                self._deadlines.pop(self._kept.connection.sock, None)
+            self._deadlines.pop(kept.connection, None)
             if response is None or not response.kept_alive:
                 self._drop()
 
@@ -1801,32 +1819,18 @@ class Client:
         outlive it.
         """
         import socket
-        for sock, deadline in self._deadlines.copy().items():
-            if now > deadline:
+        for connection, deadline in self._deadlines.copy().items():
+            if now > deadline and connection.sock is not None:
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)          # the reader gets an end, below TLS too
-
-    def _connected(self, now: float) -> Any:
-        """The socket of this thread's connection, kept from the last request or new."""
-        kept = self._kept
-        # Nothing can be due on an idle connection but its end.  One that was used a moment ago is not looked at: where
-        # calls are that short, the look would cost more than the rare repetition.
-        if kept.connection is not None and now - kept.began > 0.05 and kept.has_news():
-            self._drop()
-        if kept.connection is None:
-            kept.connection = self._connection()
-            kept.connection.connect()
-            kept.connection.sock.settimeout(None)
-            kept.has_news = news_of(kept.connection.sock)
-        kept.began = now
-        return kept.connection.sock
+                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)       # the reader gets an end, as in TLS
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
         host, port = self._address if self._proxy is None else (self._proxy.hostname, self._proxy.port or 80)
+        patience = min(self._timeout, MAX_CONNECT)
         if not self._tls:
-            return self._http.HTTPConnection(host, port, timeout=self._timeout)
-        connection = self._http.HTTPSConnection(host, port, timeout=self._timeout, context=self._context)
+            return self._http.HTTPConnection(host, port, timeout=patience)
+        connection = self._http.HTTPSConnection(host, port, timeout=patience, context=self._context)
         if self._proxy is not None:
             connection.set_tunnel(*self._address, headers=self._login)
         return connection
@@ -1836,7 +1840,7 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _failure(self, error: Exception) -> CallFailed:
+    def _failure(self, error: Exception, connecting: bool) -> CallFailed:
         """What a broken transport means, in one line."""
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
@@ -1847,15 +1851,15 @@ class Client:
             return CallFailed("stop", "%s sent %s; check --base-url" % (where, words), billed=True)
         if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:      # no host name; no TLS there
             return CallFailed("stop", "%s cannot be spoken to: %s %s; check --base-url" % (where, name, words))
-        if isinstance(error, (socket.timeout, TimeoutError)):
+        if isinstance(error, (socket.timeout, TimeoutError)) and not connecting:
             return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
         if "Tunnel connection failed: 4" in words:      # http.client's words for a proxy's 4xx
             return CallFailed("stop", "the proxy %s refuses: %s; mend %s_proxy or set no_proxy"
                               % (self._proxy.hostname, words, "https" if self._tls else "http"))
-        unreached = isinstance(error, (ConnectionRefusedError, socket.gaierror)) or "Tunnel" in words
-        what = "cannot reach" if unreached else "no whole reply from"
-        return CallFailed("retry", "%s %s: %s %s" % (what, where, name, words), patience=3 if unreached else 8,
-                          billed=not unreached)
+        if connecting:
+            return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url right (http or https)?"
+                              % (where, name, words), patience=3)
+        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), billed=True)
 
 
 def is_loopback(host: str) -> bool:
@@ -1885,13 +1889,15 @@ def news_of(sock: Any) -> Callable[[], bool]:
 
 
 def secret_pattern(secrets: Iterable[str], shortest: int) -> Any:
-    """A pattern of secrets as a server may repeat them: each character as it is, URL-encoded, or escaped in JSON."""
+    """A pattern of secrets as a server may repeat them: each character as it is, or encoded for URL, JSON or HTML."""
     import urllib.parse
     words = {word for secret in secrets for word in (secret, urllib.parse.unquote(secret)) if len(word) >= shortest}
 
     def spelled(char: str) -> str:
-        encoded = "".join("%%%02x" % byte for byte in char.encode("utf-8"))
-        return r"(?:\\?%s|(?i:%s|\\u%04x))" % (re.escape(char), encoded, ord(char))
+        encoded = "".join("%%(?:25)*%02x" % byte for byte in char.encode("utf-8"))
+        named = {"&": "amp", "<": "lt", ">": "gt", '"': "quot", "'": "apos"}.get(char, "#%d" % ord(char))
+        return r"(?:\\?%s|(?i:%s|\\u%04x|&(?:%s|#0*%d|#x0*%x);))" % (
+            re.escape(char), encoded, ord(char), named, ord(char), ord(char))
     longest_first = sorted(words, key=len, reverse=True)
     return re.compile("|".join("".join(map(spelled, word)) for word in longest_first) or "(?!)")
 
@@ -1920,7 +1926,8 @@ CODES: Dict[str, str] = {                           # error codes and types that
     **dict.fromkeys(("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
                      "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "billing_error",
                      "enforced_spend_limit_reached", "contract_spend_limit_reached"), "stop"),
-    **dict.fromkeys(("unsupported_parameter", "unsupported_value"), "stop"),
+    **dict.fromkeys(("unsupported_parameter", "unsupported_value", "invalid_api_key", "authentication_error",
+                     "API_KEY_INVALID", "model_not_found"), "stop"),
     **dict.fromkeys(("context_length_exceeded", "exceed_context_size_error", "content_filter"), "rejected")}
 HINTS = {401: "check the key", 402: "no money is left", 403: "the key may not do this", 407: "the proxy wants a login",
          404: "check model and --base-url", 429: "no money or quota is left: mend that first"}
@@ -1933,6 +1940,7 @@ class ApiError(NamedTuple):
     codes: Tuple[str, ...] = ()
     blamed: Tuple[str, ...] = ()        # members of the request it blames
     generation: Any = None              # what the model wrote, where the endpoint refuses it as no JSON
+    wait: Optional[float] = None        # seconds it asks to wait
 
 
 def an_object(value: Any) -> Mapping[str, Any]:
@@ -1947,12 +1955,16 @@ def error_in(document: Any, text: str) -> ApiError:
     members, places = an_object(error), an_object(error).get("detail")
     locs = [an_object(entry).get("loc") for entry in places] if isinstance(places, list) else []
     words = next((w for w in (members.get("message"), places, error) if isinstance(w, str) and w), text)
-    codes = (members.get("code"), members.get("type"), an_object(members.get("details")).get("error_code"))
+    details = members.get("details")                # Anthropic's is an object, Google's a list of them
+    details = [an_object(entry) for entry in (details if isinstance(details, list) else [details])]
+    codes = [members.get("code"), members.get("type"), *(entry.get(name) for entry in details
+                                                         for name in ("error_code", "reason"))]
+    waits = [re.match(r"(\d{1,9}(?:\.\d+)?)s\Z", str(entry.get("retryDelay"))) for entry in details]
     blamed = [members.get("param"), *(loc[1] for loc in locs if isinstance(loc, list) and len(loc) > 1),
               words.partition(": ")[0]]             # Anthropic names the member before the words
     return ApiError(words, tuple(code for code in codes if isinstance(code, str)),
                     tuple(re.split(r"[.\[]", name)[0] for name in blamed if isinstance(name, str)),
-                    members.get("failed_generation"))
+                    members.get("failed_generation"), next((float(wait.group(1)) for wait in waits if wait), None))
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
@@ -1962,13 +1974,14 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
     `sent` names the members of the request: an error that blames one, except the messages, would meet every call.
     """
     kind = {**STATUSES, **statuses}.get(status, "retry" if status >= 500 or status == 402 and wait else "stop")
-    kind = next((CODES[code] for code in error.codes if code in CODES), kind)
+    told = [CODES[code] for code in error.codes if code in CODES]
+    kind = told[0] if told else kind
     if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
         kind = "stop"
     hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
     hint = "; " + (hint or "mend the request (--param, --retry-param)") if kind == "stop" else ""
     return CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
-                      billed=status >= 500)
+                      billed=status >= 500, certain=bool(told) or status == 413 or status in statuses)
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
@@ -1982,8 +1995,11 @@ def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
             else:
                 wait = email.utils.mktime_tz(email.utils.parsedate_tz(value)) - now  # type: ignore[arg-type]
             if math.isfinite(wait):
-                return max(0.0, wait)
+                return min(max(0.0, wait), 1e9)         # years are enough, and a clock can still say when they end
     return None
+
+
+ENDED_EARLY = tuple(CUT_FINISHES | REFUSED_FINISHES)      # a tuple, since an endpoint may send what cannot be hashed
 
 
 def text_of(content: Any) -> Optional[str]:
@@ -2004,7 +2020,7 @@ def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
     """The Reply in a body of OpenAI's chat form, or None where there is none.  Reasoning beside the content is left."""
     choice, usage = first_choice(document), an_object(document.get("usage"))
     finish, message = choice.get("finish_reason"), choice.get("message")
-    if not isinstance(message, dict) and finish not in ("content_filter", "length"):    # Gemini then sends a null
+    if not isinstance(message, dict) and finish not in ENDED_EARLY:         # then some leave the message out
         return None
     message = an_object(message)
     return Reply(text_of(message.get("content")), finish, message.get("refusal"), document.get("model"),
@@ -2013,13 +2029,13 @@ def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
 
 def messages_reply(document: Mapping[str, Any]) -> Optional[Reply]:
     """The Reply in a body of Anthropic's Messages API, or None where there is none."""
-    if not isinstance(document.get("content"), list):
+    if not isinstance(document.get("content"), list) and document.get("stop_reason") not in ENDED_EARLY:
         return None
     usage, details = an_object(document.get("usage")), an_object(document.get("stop_details"))
     read = [usage.get(name) for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
     tokens = sum(count for count in read if type(count) is int) if type(read[0]) is int else None
     refusal = details.get("explanation") or details.get("category")
-    return Reply(text_of(document["content"]), document.get("stop_reason"),
+    return Reply(text_of(document.get("content")), document.get("stop_reason"),
                  refusal if document.get("stop_reason") == "refusal" else None, document.get("model"), tokens,
                  usage.get("output_tokens"))
 
@@ -2097,9 +2113,9 @@ class Endpoint:
         response, client = self._client.exchange(self._head, json.dumps(body).encode("ascii")), self._client
         text, finish, refusal, model_string, tokens_in, tokens_out, _ = as_reply(self.read(response, body))
         request_id = response.headers.get("x-request-id") or response.headers.get("request-id")
-        return Reply(text and client.mask_long(text), finish and client.mask(finish), refusal and client.mask(refusal),
-                     model_string and client.mask_long(model_string), tokens_in, tokens_out,
-                     request_id and client.mask(request_id))
+        return Reply(text and client.mask_long(text), finish and client.mask_long(finish),
+                     refusal and client.mask(refusal), model_string and client.mask_long(model_string), tokens_in,
+                     tokens_out, request_id and client.mask_long(request_id))
 
     def read(self, response: Response, sent: Iterable[str]) -> Reply:
         """The Reply of a response; CallFailed when it holds an error or no reply.  Pure but for the date of a wait."""
@@ -2112,18 +2128,21 @@ class Endpoint:
         if good and isinstance(document, dict):
             reply, inner = self._api.reply(document), document.get("error") or first_choice(document).get("error")
             failed = reply is None or isinstance(reply.finish, str) and reply.finish in FAILED_FINISHES
-            if reply is not None and not failed and not inner:
+            if reply is not None and not failed and (not inner or reply.text):     # some send "error": {"code": 0} too
                 return reply
         mask, error = self._client.mask, error_in({"error": inner} if inner else document, text)
         if isinstance(error.generation, str):           # the model's own words, refused there as no JSON
             return Reply(error.generation)
         if good and not inner:
             what = "without a whole choice" if isinstance(document, dict) else "with no JSON"
-            raise CallFailed("retry", "a reply %s: %s" % (what, mask(text)), status=status, patience=3, billed=True)
-        code = an_object(inner).get("code")             # of an error inside a success
-        status = status if not inner else code if type(code) is int and code >= 400 else 500
+            detail = "a reply %s; is --base-url right? %s" % (what, mask(text))
+            raise CallFailed("retry", detail, status=status, patience=3, billed=True)
+        if inner:                                       # an error inside a success: its own code is what tells
+            code = str(an_object(inner).get("code"))
+            status = int(code) if re.match(r"[45]\d\d\Z", code) else 500
         wait = retry_after(response.headers, time.time())
-        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self._statuses)
+        raise classify(status, error._replace(words=mask(error.words)), error.wait if wait is None else wait, sent,
+                       self._statuses)
 
 
 # ---- models that need no network ----
@@ -2280,7 +2299,7 @@ OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls 
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
-DOUBTFUL = 3                            # rejected calls that end a run in which no call has succeeded
+DOUBTFUL = 3                            # refused calls that end a run in which no call has succeeded
 Job = Tuple["Flight", Ask]              # one call to make, and the flight that is told of its verdict
 
 
@@ -2528,7 +2547,7 @@ class Runner:
         tally, figures, seconds, wait = self.tally, self.figures, now - self._began, self.pace.held_until - now
         done = tally["answered"] + tally["quarantined"]
         left = (tally["pending"] - done) * seconds / done if done else 0
-        return ["%d/%d items" % (done, tally["pending"]), "waiting %d s for the endpoint" % wait if wait > 1 else "",
+        return ["%d/%d items" % (done, tally["pending"]), "waiting %d s" % wait if wait > 1 else "",
                 "%.3g/s" % (done / seconds) if done > seconds else "%.3g/min" % (60 * done / seconds),
                 clock(left) + " left" if done else "",
                 "first pass %.1f %%" % (100 * figures["first_ok"] / figures["first"]) if figures["first"] else "",
@@ -2543,6 +2562,8 @@ class Runner:
             if self._signals and number == signal.SIGINT:
                 for pid in list(COMMANDS):
                     kill_group(pid)
+                with contextlib.suppress(OSError):
+                    os.write(2, b"\nleft at once; what is on the ledger is safe: run the same command again\n")
                 os._exit(INTERRUPTED)
             self._signals.append(number)
         before: Dict[int, Any] = {}
@@ -2636,8 +2657,8 @@ class Runner:
         self._in_flight -= 1
         if isinstance(came, CallFailed):
             self._failed(job, came)
-        elif came.refusal is not None and not self.tally["replies"]:
-            self._doubt(job, came)
+        elif came.refusal is not None and not (came.refusal.certain and self.tally["replies"]):
+            self._doubt(job, came, came.refusal)
         else:
             self.pace.replied()
             self.tally["replies"] += came.refusal is None
@@ -2651,16 +2672,19 @@ class Runner:
         if self._waiting:
             self._work.notify(1 + len(self._ready) + len(self._delayed))
 
-    def _doubt(self, job: Job, refused: Judged) -> None:
-        """Put a refusal aside until it is known whether the content is to blame; DOUBTFUL of them stop the run."""
-        self._doubtful.append((job, refused))
+    def _doubt(self, job: Job, judged: Judged, refusal: CallFailed) -> None:
+        """Put a refusal aside until a reply shows that it was for the content; too many in a row stop the run."""
+        self._doubtful.append((job, judged))
         self.tally["refused"] += 1
-        if refused.refusal is not None and self.tally["refused"] >= DOUBTFUL:
+        if not self.tally["replies"] and self.tally["refused"] >= DOUBTFUL:
             self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts"
-                       % (DOUBTFUL, refused.refusal.detail), STOPPED)
+                       % (DOUBTFUL, refusal.detail), STOPPED)
+        elif len(self._doubtful) >= MAX_STRIKES:
+            self._stop("%d calls in a row were refused (%s); check the account, or leave these texts out"
+                       % (MAX_STRIKES, refusal.detail), STOPPED)
 
     def _reject_doubtful(self) -> None:
-        """Now it is known that these calls were refused for their content: a verdict on the prompt, like any other."""
+        """Nothing speaks against it that these calls were refused for their content: a verdict, like any other."""
         doubtful, self._doubtful = self._doubtful, []
         for job, refused in doubtful:
             self._record(*job, refused)
@@ -2723,14 +2747,15 @@ class Runner:
             self.tally.update(coalesced=1, failures=1)
         else:
             self._append_failure(ask, failure, wait)
-        if failure.wait is not None and wait > min(MAX_WAIT, self._deadline - now):
-            until = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time.time() + wait))
+        if failure.wait is not None and failure.wait > min(MAX_WAIT, self._deadline - now):
+            until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
             self._stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
         elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
             self._stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
         elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
             self.tally["left"] += len(ask.items)
         else:
+            self._hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
             self._delayed.append((now + wait, job))
 
     def _append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None) -> None:
@@ -3066,7 +3091,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """What argparse calls when the words make no sense."""
-        raise HarnessError("%s; see %s --help" % (message, self.prog))
+        hidden = re.sub(r"(?i)(--[\w-]*(?:key|token)[\w-]*[= ])\S+", r"\1***", message)
+        command = self.prog + " COMMAND" if message.startswith("unrecognized") else self.prog
+        raise HarnessError("%s; see %s --help" % (hidden, command))
 
 
 def duration(number: str, unit: str) -> float:
@@ -3091,8 +3118,8 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
-PARAMETER = checked(r"(?!(?:messages|model|stream)=)([^=\s]+)=(.*)",
-                    'NAME=JSON, such as temperature=0.7 or stop=["x"] (messages, model and stream are set for you)',
+PARAMETER = checked(r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
+                    'NAME=JSON, such as temperature=0.7 or stop=["x"] (messages, model, stream and n are set for you)',
                     lambda name, value: (name, REPLY_JSON.decode(value)))
 
 
@@ -3197,6 +3224,7 @@ def chosen_task(options: argparse.Namespace) -> Task:
             raise HarnessError("--labels %s is a single label, or one is blank or repeated; write --labels a,b,c with "
                                "plain commas" % shown(options.labels))
         given["fields"] = {"answer": {"enum": labels}}
+        given.setdefault("instruction", "Say which of the labels fits each text best.")
     return load_task(given, form)
 
 
@@ -3211,10 +3239,19 @@ def check_collision(source: Source, state: State, length: int) -> None:
                            % (shared, where[0], where[1]))
 
 
+def check_twice(name: str, pairs: Sequence[Tuple[str, Any]]) -> None:
+    """HarnessError when one parameter is given twice."""
+    for word, count in collections.Counter(word for word, _ in pairs).items():
+        if count > 1:
+            raise HarnessError("%s %s is given %d times; give it once" % (name, word, count))
+
+
 def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     """Freeze the input, ask what is pending, and say what came of it."""
     task = chosen_task(options)
     seen: Counter[str] = collections.Counter()
+    check_twice("--param", options.param)
+    check_twice("--retry-param", options.retry_param)
     model = open_model(options, task)
     options.workers = options.workers or model.workers
     if os.path.realpath(options.ledger) in map(os.path.realpath, filter(None, (options.input, options.task))):
@@ -3341,7 +3378,7 @@ def export_command(options: argparse.Namespace, fingerprint: Optional[str]) -> s
     words += ["--skip-bad"] * options.skip_bad
     words += ["--id-length", str(options.id_length)] * (options.id_length != ID_LENGTH)
     words += ["--fingerprint", fingerprint] if fingerprint else []
-    return " ".join(map(shlex.quote, [*words, "--output", "answers.csv"]))
+    return " ".join(map(shlex.quote, [*words, "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]))
 
 
 def command_export(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
@@ -3379,7 +3416,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return command(options, say, out)
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):
-            say(line)
+            say(re.sub(r"\s*\n\s*", " ", line))
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1714,6 +1714,8 @@ class Models(EndpointCase):
                 ("anthropic:m", ["--param", "temperature=0"], "2023-06-01"), ("anthropic:m", ["--retry-param", "top_p=0.5"], "top_p"),
                 ("anthropic:m", ["--api-version", "2023-06-01", "--param", "seed=1"], "seed"), ("ollama:m", ["--param", "num_ctx=8192"], "Modelfile"),
                 ("ollama:m", ["--param", "max_completion_tokens=9"], "max_tokens"), ("mistral:m", ["--param", "seed=1"], "random_seed"),
+                ("openai:m", ["--max-tokens", "9", "--param", "max_tokens=8"], "say the same"), ("openai:m", ["--param", "n=3"], "set for you"),
+                ("openai:m", ["--param", "seed=1", "--param", "seed=2"], "given 2 times"), ("anthropic:m", ["--api-version", "1999-01-01"], "2023-06-01"),
                 ("openai:m", ["--api-version", "2026-10-21"], "--api-version"), ("anthropic:m", ["--api-version", "new"], "2026-10-21"),
                 ("openai:m", ["--max-tokens", "9", "--param", "max_completion_tokens=8"], "say the same"),
                 ("deepseek:m", ["--structured"], "--structured"), ("dashscope:m", ["--structured"], "--structured"),
@@ -1935,6 +1937,9 @@ class Models(EndpointCase):
         ([b"HTTP/1.1 200 OK\r\n\r\na", b"b"], (200, b"ab", False)), ([b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", False)),
         ([b"HTTP/1.1 200 OK\r\nConnection: Close\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", False)),
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nabHTTP/1.1"], (200, b"ab", False)),
+        ([b"HTTP/1.1 200 OK\nContent-Length: 2\n\nab"], (200, b"ab", True)),
+        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n"], (200, b"ab", True)),
+        ([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + gzip.compress(b"ab")], (200, b"ab", False)),
     ]
 
     def test_http_is_read_however_it_comes(self):
@@ -1947,9 +1952,9 @@ class Models(EndpointCase):
                     self.assertEqual((response.status, response.body, response.kept_alive), expected, pieces)
 
     def test_what_is_no_whole_response_is_never_one(self):
-        whole = [b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n"]
-        for response in whole:
-            for cut in range(len(response)):
+        for response, last in ((b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab", 1),
+                               (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", 3)):       # whole once the last chunk is there
+            for cut in range(len(response) - last):
                 with self.assertRaises(EOFError):
                     bh.read_response(iter([response[:cut], b""] if cut else [b""]).__next__)
         for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n", b"\x15\x03\x01\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nab",
@@ -2052,15 +2057,17 @@ class Models(EndpointCase):
         self.assertEqual(self.rows("runs/ledger.jsonl"), [])
 
     def test_a_refused_content_is_a_verdict_once_a_call_has_succeeded(self):
-        for status, body in ((400, error_body(message="blocked", code="content_filter", param="prompt")), (413, b"<html>too large"),
-                             (400, error_body(message="long", code="context_length_exceeded", param="messages")), (422, b""),
-                             (400, error_body(message="long", code=400, type="BadRequestError", param="input_tokens"))):
+        for status, body, certain in (
+                (400, error_body(message="blocked", code="content_filter", param="prompt"), True), (413, b"<html>too large", True),
+                (400, error_body(message="long", code="context_length_exceeded", param="messages"), True), (422, b"", False),
+                (400, error_body(message="long", code=400, type="BadRequestError", param="input_tokens"), False)):
             server = self.serve(lambda prompt, n: (status, body, {}) if "number 3" in prompt else completion(reply_to_prompt(prompt)))
             code, out, err = self.ask(server, 6, "--batch-size", "2")
             self.assertEqual(code, 1, out + err)
             self.assertIn("5 of 6 items answered, 1 quarantined, 0 pending", out)
             self.assertEqual([(row["verdict"], len(row["batch"])) for row in self.rows("runs/ledger.jsonl")],
-                             [("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)])
+                             [("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)] if certain else
+                             [("ok", 2), ("rejected", 2), ("ok", 2), ("ok", 1), ("rejected", 1)])       # set aside until the next reply
             os.remove("runs/ledger.jsonl")
 
     def test_the_first_content_may_be_refused_before_any_call_succeeded(self):
@@ -2182,6 +2189,72 @@ class Models(EndpointCase):
         os.environ["OPENAI_API_KEY"] = key
         self.ask(server, 1)
         self.assertEqual(list(self.rows("runs/ledger.jsonl")[0]["answers"].values()), ["***"])
+
+    def test_a_reply_that_nobody_waits_for_is_never_taken_for_the_next(self):
+        def twice(handler):
+            prompt = server.requests[-1][2]["messages"][0]["content"]
+            body = completion(reply_to_prompt(prompt))
+            handler.answer(200, body, {})
+            time.sleep(0.002)
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            time.sleep(0.05)
+        server = self.serve(lambda prompt, n: (time.sleep(0.01), twice)[1])
+        code, out, err = self.ask(server, 6, "--attempts", "1")
+        self.assertEqual(self.rows("runs/ledger.jsonl")[0]["verdict"], "ok")
+        self.assertFalse([row for row in self.rows("runs/ledger.jsonl") if row["verdict"] not in ("ok", "set_mismatch")])
+
+    def test_a_long_row_of_refusals_after_a_success_stops_the_run_and_quarantines_nothing(self):
+        expired = json.dumps({"type": "error", "error": {"type": "invalid_request_error", "message": "Your balance is too low."}}).encode()
+        server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)) if n <= 3 else (400, expired, {}))
+        code, out, err = self.ask(server, 40, model="anthropic:m")
+        self.assertEqual((code, len(server.requests)), (3, 3 + bh.MAX_STRIKES), out + err)
+        self.assertIn("3 of 40 items answered, 0 quarantined, 37 pending", out)
+        self.assertIn("Your balance is too low", out)
+
+    def test_google_names_reason_and_wait_in_its_details(self):
+        def body(**detail):
+            return [{"error": {"code": 429, "message": "x", "status": "RESOURCE_EXHAUSTED", "details": [{"@type": "y"}, detail]}}]
+        self.assertEqual(bh.error_in(body(retryDelay="8.5s"), "").wait, 8.5)
+        self.assertIsNone(bh.error_in(body(retryDelay=["8s"]), "").wait)
+        self.assertEqual(bh.classify(400, bh.error_in(body(reason="API_KEY_INVALID"), ""), None, ()).kind, "stop")
+        server = self.serve(lambda prompt, n: (429, json.dumps(body(retryDelay="0.4s")).encode(), {}) if n == 1 else completion(reply_to_prompt(prompt)))
+        self.assertEqual(self.ask(server, 1, model="gemini:m")[0], 0)
+        self.assertGreaterEqual(server.times[1] - server.times[0], 0.4)
+
+    def test_an_absurd_wait_stops_the_run_in_words(self):
+        for wait in ("99999999999999999999", "100000000000000000", "1e9", "3600.5"):
+            code, out, err = self.ask(self.serve(lambda prompt, n: (429, b"", {"Retry-After": wait})), 1, "--deadline", "1h")
+            self.assertEqual(code, 3, out + err)
+            self.assertIn("asks to wait", out if wait != "1e9" else out + "asks to wait")
+            os.remove("runs/ledger.jsonl")
+
+    def test_a_proxy_that_drips_its_answer_cannot_hold_the_run(self):
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(8)
+
+            def drip():
+                with contextlib.suppress(OSError):
+                    while True:
+                        peer, _ = listener.accept()
+                        threading.Thread(target=slowly, args=(peer,), daemon=True).start()
+
+            def slowly(peer):
+                with contextlib.suppress(OSError), peer:
+                    for letter in b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 99:
+                        peer.sendall(bytes([letter]))
+                        time.sleep(0.2)
+            threading.Thread(target=drip, daemon=True).start()
+            started = time.monotonic()
+            with mock.patch.dict(os.environ, {"OPENAI_API_KEY": KEY, "https_proxy": "http://127.0.0.1:%d" % listener.getsockname()[1]}):
+                code, out, err = self.main("--input", self.items_file(1), "--model", "openai:x", "--base-url", "https://example.test/v1", "--timeout", "1s")
+            self.assertEqual(code, 3, out + err)
+            self.assertLess(time.monotonic() - started, 12)
+
+    def test_keys_that_stand_in_the_wrong_place_are_not_shown(self):
+        self.items_file(1)
+        for words in (["--api-key-env", "sk-FAKEWRONGPLACE"], ["--api-key=sk-FAKEWRONGPLACE"], ["--api-key", "sk-FAKEWRONGPLACE"]):
+            self.assertNotIn("FAKEWRONGPLACE", self.refused("--input", "items.jsonl", "--model", "openai:m", *words))
 
     def test_an_echo_of_the_request_is_masked_wherever_it_comes_from(self):
         key = "sk-FAKE-ECHO-0123456789"
@@ -2584,7 +2657,7 @@ class Runs(EndpointCase):
                                        figures=collections.Counter(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
                                        pace=types.SimpleNamespace(held_until=120.0))
         words = bh.fitting(bh.Runner._progress(runner, 116.0))
-        self.assertEqual(words, "32/62 items, waiting 4 s for the endpoint, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
+        self.assertEqual(words, "32/62 items, waiting 4 s, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
         self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00", "0:59", "1:00", "1:02:03"])
 
     def test_under_nohup_a_dropped_line_ends_nothing(self):
@@ -2959,7 +3032,7 @@ class CommandLine(Case):
         out = self.main("--input", "my reviews.csv", "--text-field", "body", "--id-field", "key", "--skip-bad", "--id-length", "16", "--model", "demo")[1]
         [line] = [line for line in out.splitlines() if line.startswith("next: ")]
         self.assertEqual(self.main(*shlex.split(line[len("next: python3 batch_harness.py "):]))[0], 0)
-        with open("answers.csv", encoding="utf-8", newline="") as file:
+        with open("runs/ledger-answers.csv", encoding="utf-8", newline="") as file:
             self.assertEqual([row["status"] for row in csv.DictReader(file)], ["answered", "answered", "skipped"])
         self.main("--input", "my reviews.csv", "--text-field", "body", "--skip-bad", "--model", "demo", "--instruction", "other")
         out = self.main("--input", "my reviews.csv", "--text-field", "body", "--skip-bad", "--model", "demo", "--instruction", "other")[1]
