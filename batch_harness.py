@@ -143,13 +143,13 @@ class CallFailed(Exception):
     """
 
     def __init__(self, kind: str, detail: str, *, status: Optional[int] = None, wait: Optional[float] = None,
-                 patience: int = 8, billed: bool = False, certain: bool = False) -> None:
+                 patience: int = 8, billed: bool = False) -> None:
         self.kind = kind if kind in ("rejected", "stop") else "retry"
         self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:MAX_KEPT]
         self.status = status if type(status) is int and abs(status) < MAX_INTEGER else None
         self.wait = wait if type(wait) in (int, float) and 0 <= wait < math.inf else None  # type: ignore[operator]
         self.patience, self.billed = patience if type(patience) is int else 8, bool(billed)
-        self.certain = bool(certain)
+        self.certain = False
         super().__init__(self.detail)
 
 
@@ -1752,6 +1752,7 @@ class Kept(threading.local):
 
     connection: Any = None
     has_news: Callable[[], bool]        # whether something waits to be read on it, if only its end
+    began = 0.0                         # when its last request began
 
 
 class Client:
@@ -1766,7 +1767,7 @@ class Client:
         url = split_url(base_url, BASE_URL)
         if url.username or url.password:
             raise HarnessError("the base URL holds a user or password; put the key into a variable (--api-key-env)")
-        self._http, self._timeout, self._kept = http.client, timeout, Kept()
+        self._http, self._timeout, self._kept, self._wary = http.client, timeout, Kept(), False
         self._tls, self._path, self._query = url.scheme == "https", url.path.rstrip("/"), url.query
         self._address = (url.hostname, url.port or (443 if self._tls else 80))
         self.host, self.loopback = "%s://%s%s" % (url.scheme, url.netloc, self._path), is_loopback(url.hostname)
@@ -1795,8 +1796,11 @@ class Client:
         """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
         now, response, kept, new = time.monotonic(), None, self._kept, True
         try:
-            if kept.connection is not None and kept.has_news():     # nothing can be due: it is closed, or out of step
+            # Nothing can be due on a kept connection: it is closed, or out of step.  The look costs as much as some
+            # calls do, so that one that was used a moment ago is trusted, until one has failed.
+            if kept.connection is not None and (self._wary or now - kept.began > 0.05) and kept.has_news():
                 self._drop()
+            kept.began = now
             new, kept.connection = kept.connection is None, kept.connection or self._connection()
             self._deadlines[kept.connection] = now + self._timeout
             if new:
@@ -1808,6 +1812,7 @@ class Client:
             response = read_response(functools.partial(sock.recv, 1 << 16))
             return response
         except (OSError, EOFError, ValueError, OverflowError, zlib.error, self._http.HTTPException) as error:
+            self._wary = True
             raise self._failure(TimeoutError() if time.monotonic() - now >= self._timeout else error, new)
         finally:
             self._deadlines.pop(kept.connection, None)
@@ -1980,8 +1985,10 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
         kind = "stop"
     hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
     hint = "; " + (hint or "mend the request (--param, --retry-param)") if kind == "stop" else ""
-    return CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
-                      billed=status >= 500, certain=bool(told) or status == 413 or status in statuses)
+    failure = CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
+                         billed=status >= 500)
+    failure.certain = bool(told) or status == 413 or status in statuses
+    return failure
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
