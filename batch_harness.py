@@ -2345,6 +2345,88 @@ class Flight:
         return [] if self._asks is before else jobs         # the others of this step are on their way
 
 
+class Pending:
+    """What a run is to ask: the items of the input that are not settled, as flights."""
+
+    def __init__(self, source: Source, state: State, policy: Policy, options: argparse.Namespace) -> None:
+        self.source, self.state, self.policy, self.options = source, state, policy, options
+        self.unfrozen = 0                                   # rows that were not there at the first pass
+        self._side: Deque[Flight] = collections.deque()     # flights met while items are read into batches
+
+    def _flags(self, item: Item) -> int:
+        return self.state.status.get(key_of(item.digest), 0)
+
+    def _wanted(self, flags: int) -> bool:
+        """Whether an item with these flags is to be asked in this run."""
+        return not flags & ANSWERED and (not flags & QUARANTINED or self.options.retry_quarantined)
+
+    def _items(self) -> Iterator[Tuple[Item, int]]:
+        """The frozen items of the input with their flags, each once, until --limit of those to be asked are read."""
+        left = self.options.limit or math.inf
+        settled = self.state.count(ANSWERED if self.options.retry_quarantined else ANSWERED | QUARANTINED)
+        if settled == self.state.count(FROZEN):         # nothing is pending: no second pass
+            return
+        for row in self.source.rows():
+            if row.error is None:
+                item = Item(row.text, row.key, self.options.id_length)
+                key = key_of(item.digest)
+                flags = self.state.status.get(key, 0)
+                if not flags & FROZEN:
+                    self.unfrozen += 1
+                elif not flags & TAKEN:
+                    left -= self._wanted(flags)
+                    if left < 0:
+                        return
+                    self.state.status[key] = flags | TAKEN
+                    yield item, flags
+
+    def _fresh(self) -> Iterator[Item]:
+        """The items for new batches; whole open batches, and quarantined items that are wanted, become flights."""
+        member_of = {name: batch for batch, opened in self.state.open.items() for name in opened.ids}
+        groups: Dict[str, Dict[str, Item]] = collections.defaultdict(dict)
+        for item, flags in self._items():
+            name = member_of.get(item.id)
+            if name is not None:
+                groups[name][item.id] = item
+                if len(groups[name]) == len(self.state.open[name].ids):
+                    yield from self._resumed(self.state.open[name], groups.pop(name))
+            elif not flags & (ANSWERED | QUARANTINED):
+                yield item
+            else:
+                yield from self._for_batches([item])
+        for group in groups.values():                   # the input no longer holds the whole batch
+            yield from self._for_batches(group.values())
+
+    def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
+        """Go on with a batch an earlier run left, unless today's policy asks nothing, or settled items again."""
+        flight = Flight(plan([group[name] for name in opened.ids], self.policy, opened.size), opened.codes)
+        asked = [item for _, ask in flight.first for item in ask.items]
+        unsettled = asked + [group[name] for name in opened.left]       # or else they were settled in another batch
+        if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in unsettled):
+            return self._for_batches(group.values())
+        self._side.append(flight)
+        # What the batch has already put in quarantine is not part of the flight, and may be wanted again.
+        return self._for_batches(item for item in group.values() if self._flags(item) & QUARANTINED)
+
+    def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
+        for item in items:
+            flags = self._flags(item)
+            if flags & QUARANTINED and self._wanted(flags):
+                self._side.append(Flight(plan([item], self.policy, 1, fallback=True)))
+            elif self._wanted(flags):
+                yield item
+
+    def flights(self) -> Iterator[Flight]:
+        """Every batch to ask, once, in the order of the input."""
+        for batch in batches(self._fresh(), self.options.batch_size, self.options.batch_chars):
+            while self._side:
+                yield self._side.popleft()
+            yield Flight(plan(batch, self.policy, self.options.batch_size))
+        while self._side:
+            yield self._side.popleft()
+
+
 class Pace:
     """When the next call may begin.  Told the time, in seconds, and given its dice, so that it has neither.
 
@@ -2387,17 +2469,16 @@ class Pace:
 class Runner:
     """One run: asks what is pending, and leaves every reply on the ledger.  `options` are those of the command line."""
 
-    def __init__(self, source: Source, task: Task, model: Model, state: State, options: argparse.Namespace) -> None:
+    def __init__(self, task: Task, model: Model, pending: Pending, options: argparse.Namespace) -> None:
         import random
-        self.source, self.task, self.model, self.state, self.options = source, task, model, state, options
-        self.policy, self.retry_params = Policy(options.attempts, options.on_failure), dict(options.retry_param)
+        self.task, self.model, self.pending, self.state, self.options = task, model, pending, pending.state, options
+        self.retry_params = dict(options.retry_param)
         self.run_id = "%012x" % random.SystemRandom().getrandbits(48)
         self.pace = Pace(options.workers, options.rpm, random.random)
         self.tally: Counter[str] = collections.Counter()            # calls, replies, answered, ... of this run
         self.figures: Counter[str] = collections.Counter()          # of its attempt rows, as the report counts them
         self.code, self.reason = DONE, ""                           # another code: it stopped early, and why
-        self.flights = self._all_flights()                          # every batch to ask, once
-        self._side: Deque[Flight] = collections.deque()             # flights met while items are read into batches
+        self.flights = pending.flights()
         self._ledger: Optional[Ledger] = None
         self._error: Optional[BaseException] = None                 # of a thread, to be raised in the main one
         self._hints: Dict[str, str] = {}                            # for the main thread to say, each kind once
@@ -2409,79 +2490,6 @@ class Runner:
         self._doubtful: List[Tuple[Job, Judged]] = []               # refused while no call had succeeded
         self._prompt_head = prompt_head(task)
         self._in_flight, self._waiting, self._began, self._deadline = 0, 0, 0.0, math.inf
-
-    # ---- what to ask ----
-
-    def _flags(self, item: Item) -> int:
-        return self.state.status.get(key_of(item.digest), 0)
-
-    def _wanted(self, flags: int) -> bool:
-        """Whether an item with these flags is to be asked in this run."""
-        return not flags & ANSWERED and (not flags & QUARANTINED or self.options.retry_quarantined)
-
-    def _items(self) -> Iterator[Tuple[Item, int]]:
-        """The frozen items of the input with their flags, each once, until --limit of those to be asked are read."""
-        left = self.options.limit or math.inf
-        settled = self.state.count(ANSWERED if self.options.retry_quarantined else ANSWERED | QUARANTINED)
-        if settled == self.state.count(FROZEN):         # nothing is pending: no second pass
-            return
-        for row in self.source.rows():
-            if row.error is None:
-                item = Item(row.text, row.key, self.options.id_length)
-                key = key_of(item.digest)
-                flags = self.state.status.get(key, 0)
-                if not flags & FROZEN:
-                    self.tally["unfrozen"] += 1
-                elif not flags & TAKEN:
-                    left -= self._wanted(flags)
-                    if left < 0:
-                        return
-                    self.state.status[key] = flags | TAKEN
-                    yield item, flags
-
-    def _fresh(self) -> Iterator[Item]:
-        """The items for new batches; whole open batches, and quarantined items, become flights of their own."""
-        member_of = {name: batch for batch, opened in self.state.open.items() for name in opened.ids}
-        groups: Dict[str, Dict[str, Item]] = collections.defaultdict(dict)
-        for item, flags in self._items():
-            name = member_of.get(item.id)
-            if name is not None:
-                groups[name][item.id] = item
-                if len(groups[name]) == len(self.state.open[name].ids):
-                    yield from self._resumed(self.state.open[name], groups.pop(name))
-            elif not flags & (ANSWERED | QUARANTINED):
-                yield item
-            else:
-                yield from self._for_batches([item])
-        for group in groups.values():                   # the input no longer holds the whole batch
-            yield from self._for_batches(group.values())
-
-    def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
-        """Go on with a batch an earlier run left, unless today's policy asks nothing, or settled items again."""
-        flight = Flight(plan([group[name] for name in opened.ids], self.policy, opened.size), opened.codes)
-        asked = [item for _, ask in flight.first for item in ask.items]
-        mine = asked + [group[name] for name in opened.left]        # none of these may be settled, here or elsewhere
-        if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in mine):
-            return self._for_batches(group.values())
-        self._side.append(flight)
-        return self._for_batches(item for item in group.values() if self._flags(item) & QUARANTINED)
-
-    def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
-        for item in items:
-            flags = self._flags(item)
-            if flags & QUARANTINED and self._wanted(flags):
-                self._side.append(Flight(plan([item], self.policy, 1, fallback=True)))
-            elif self._wanted(flags):
-                yield item
-
-    def _all_flights(self) -> Iterator[Flight]:
-        for batch in batches(self._fresh(), self.options.batch_size, self.options.batch_chars):
-            while self._side:
-                yield self._side.popleft()
-            yield Flight(plan(batch, self.policy, self.options.batch_size))
-        while self._side:
-            yield self._side.popleft()
 
     # ---- the threads ----
 
@@ -3279,7 +3287,8 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
         if state.demo is not None and state.demo is not is_demo(model.name):
             raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
                                % (kinds[0], model.name, kinds[1]))
-        runner = Runner(source, task, model, state, options)
+        pending = Pending(source, state, Policy(options.attempts, options.on_failure), options)
+        runner = Runner(task, model, pending, options)
         if ledger is not None:
             return ask_all(runner, ledger, frozen, say, out)
         flight = next(runner.flights, None)
@@ -3332,9 +3341,10 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     runner.run(ledger, {
         "model": model.name, "host": model.host, "stage": task.stage, "fingerprint": task.fingerprint,
         "task": task.document(), "form": task.form, "params": model.params, "api_version": model.api_version,
-        **{name: getattr(options, name) for name in asked}, "policy": runner.policy._asdict(),
-        "strict_order": options.order == "strict", "retry_params": runner.retry_params, "input": runner.source.name,
-        **frozen._asdict(), "harness": __version__, "python": sys.version.split()[0]}, say)
+        **{name: getattr(options, name) for name in asked}, "policy": runner.pending.policy._asdict(),
+        "strict_order": options.order == "strict", "retry_params": runner.retry_params,
+        "input": runner.pending.source.name, **frozen._asdict(), "harness": __version__,
+        "python": sys.version.split()[0]}, say)
     answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
     summary = "%d of %d items answered, %d quarantined" % (answered, frozen.items, quarantined)
     if tally["calls"]:
@@ -3358,8 +3368,9 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     refused = {word: count for word, count in part_of(runner.figures, "verdict ").items() if word != "ok"}
     if refused:
         out("replies that were not accepted: " + counts(refused))
-    if tally["unfrozen"]:
-        out("the input changed: %d rows that were not there at first were not asked; run again" % tally["unfrozen"])
+    unfrozen = runner.pending.unfrozen
+    if unfrozen:
+        out("the input changed: %d rows that were not there at first were not asked; run again" % unfrozen)
     if tally["lost"]:
         out("%d replies could not be written to the ledger; their calls are made again" % tally["lost"])
     if tally["left"] and not code:
@@ -3371,11 +3382,11 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
         out("quarantined items stay out of later runs; see `report --ledger %s`, then --retry-quarantined"
             % options.ledger)
     if answered and options.input != "-":
-        out("next: " + export_command(options, runner.task.fingerprint if runner.state.other_tasks else None))
+        out("next: " + export_words(options, runner.task.fingerprint if runner.state.other_tasks else None))
     return QUARANTINED_LEFT if quarantined else DONE
 
 
-def export_command(options: argparse.Namespace, fingerprint: Optional[str]) -> str:
+def export_words(options: argparse.Namespace, fingerprint: Optional[str]) -> str:
     """The command that exports what this run answered, as one would type it."""
     import shlex
     words = ["python3", "batch_harness.py", "export", "--ledger", options.ledger]
