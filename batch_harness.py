@@ -5,6 +5,7 @@ One file, standard library only, Python 3.8 or newer.  Copy it to any machine an
 
     python3 batch_harness.py --input sample_items.jsonl --batch-size 2 --ledger runs/demo.jsonl --model demo
     python3 batch_harness.py --input reviews.csv --labels good,bad --instruction "..." --model openai:NAME --dry-run
+    python3 batch_harness.py trial --input sample_items.jsonl --sizes 1,1,2 --ledger runs/trial.jsonl --model demo
     python3 batch_harness.py report --ledger runs/demo.jsonl
     python3 batch_harness.py export --ledger runs/demo.jsonl --input sample_items.jsonl --output answers.csv
     tail -n 3 runs/demo.jsonl
@@ -33,7 +34,7 @@ Exit codes: 0 done; 1 finished, some items quarantined; 2 usage or bad input, no
 endpoint, a budget or a deadline; 130 interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
-THE TRUST LINE, models, run, report and export, command line.  Whoever reads down to the trust line has read
+THE TRUST LINE, models, run, statistics, report and export, command line.  Whoever reads down to the trust line has read
 everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
@@ -46,6 +47,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import heapq
 import io
 import itertools
 import json
@@ -1277,9 +1279,9 @@ class State:
     batches that are not settled are kept.  A run marks there, too, what it has TAKEN up.
     """
 
-    def __init__(self, task: Task, arm: Optional[int] = None) -> None:
+    def __init__(self, task: Task, arm: Optional[int] = None, frozen: Iterable[int] = ()) -> None:
         self.task, self.arm = task, arm
-        self.status: Dict[int, int] = {}
+        self.status: Dict[int, int] = dict.fromkeys(frozen, FROZEN)
         self.open: Dict[str, OpenBatch] = {}                                    # by batch_id
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
@@ -1427,9 +1429,9 @@ class Ledger:
                 raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
             raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
 
-    def replay(self, state: State) -> None:
-        """Fold every row into the state; HarnessError when the file holds no ledger."""
-        self.history = replay(self.path, lambda line: state.apply(line.row or {}))
+    def replay(self, take: Callable[[Dict[str, Any]], Any]) -> None:
+        """Hand every row to `take`, in order; HarnessError when the file holds no ledger."""
+        self.history = replay(self.path, lambda line: take(line.row or {}))
         self._seq, self._crc, self._unfinished = self.history.lines, self.history.crc, self.history.unfinished
 
     def append(self, parts: Tuple[str, str]) -> None:
@@ -2322,8 +2324,9 @@ class Judged(NamedTuple):
 class Flight:
     """One batch on its way through plan, from the verdicts of a former run; `first` are the calls to begin with."""
 
-    def __init__(self, steps: Plan, known: Mapping[Tuple[Tuple[str, ...], int], str] = {}) -> None:
-        self._steps, self._codes = steps, dict(known)
+    def __init__(self, steps: Plan, arm: Optional[int] = None,
+                 known: Mapping[Tuple[Tuple[str, ...], int], str] = {}) -> None:
+        self._steps, self.arm, self._codes = steps, arm, dict(known)
         self._asks = next(steps)
         self.failures: Counter[Ask] = collections.Counter()         # calls without a reply
         self.first = self._open()
@@ -2346,10 +2349,11 @@ class Flight:
 
 
 class Pending:
-    """What a run is to ask: the items of the input that are not settled, as flights."""
+    """What is to be asked at one size: the items of the input that are not settled, as flights."""
 
-    def __init__(self, source: Source, state: State, policy: Policy, options: argparse.Namespace) -> None:
-        self.source, self.state, self.policy, self.options = source, state, policy, options
+    def __init__(self, source: Source, state: State, size: int, options: argparse.Namespace) -> None:
+        self.source, self.state, self.size, self.options = source, state, size, options
+        self.policy = Policy(options.attempts, options.on_failure)
         self.unfrozen = 0                                   # rows that were not there at the first pass
         self._side: Deque[Flight] = collections.deque()     # flights met while items are read into batches
 
@@ -2399,7 +2403,8 @@ class Pending:
 
     def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
         """Go on with a batch an earlier run left, unless today's policy asks nothing, or settled items again."""
-        flight = Flight(plan([group[name] for name in opened.ids], self.policy, opened.size), opened.codes)
+        steps = plan([group[name] for name in opened.ids], self.policy, opened.size)
+        flight = Flight(steps, self.state.arm, opened.codes)
         asked = [item for _, ask in flight.first for item in ask.items]
         unsettled = asked + [group[name] for name in opened.left]       # or else they were settled in another batch
         if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in unsettled):
@@ -2413,18 +2418,29 @@ class Pending:
         for item in items:
             flags = self._flags(item)
             if flags & QUARANTINED and self._wanted(flags):
-                self._side.append(Flight(plan([item], self.policy, 1, fallback=True)))
+                self._side.append(Flight(plan([item], self.policy, 1, fallback=True), self.state.arm))
             elif self._wanted(flags):
                 yield item
 
     def flights(self) -> Iterator[Flight]:
         """Every batch to ask, once, in the order of the input."""
-        for batch in batches(self._fresh(), self.options.batch_size, self.options.batch_chars):
+        for batch in batches(self._fresh(), self.size, self.options.batch_chars):
             while self._side:
                 yield self._side.popleft()
-            yield Flight(plan(batch, self.policy, self.options.batch_size))
+            yield Flight(plan(batch, self.policy, self.size), self.state.arm)
         while self._side:
             yield self._side.popleft()
+
+
+def interleaved(arms: Sequence[Pending]) -> Iterator[Flight]:
+    """The flights of several arms in turns, so that all get on alike in time and end together."""
+    def turns(place: int, pending: Pending) -> Iterator[Tuple[float, int, Flight]]:
+        settled = pending.state.count(ANSWERED | QUARANTINED)
+        calls = (pending.state.count(FROZEN) - settled) / pending.size
+        for number, flight in enumerate(pending.flights()):
+            yield (number + 0.5) / max(1.0, calls), place, flight
+    merged = heapq.merge(*(turns(place, pending) for place, pending in enumerate(arms)), key=lambda turn: turn[:2])
+    return (flight for _, _, flight in merged)
 
 
 class Pace:
@@ -2469,16 +2485,16 @@ class Pace:
 class Runner:
     """One run: asks what is pending, and leaves every reply on the ledger.  `options` are those of the command line."""
 
-    def __init__(self, task: Task, model: Model, pending: Pending, options: argparse.Namespace) -> None:
+    def __init__(self, task: Task, model: Model, arms: Sequence[Pending], options: argparse.Namespace) -> None:
         import random
-        self.task, self.model, self.pending, self.state, self.options = task, model, pending, pending.state, options
+        self.task, self.model, self.arms, self.options = task, model, arms, options
         self.retry_params = dict(options.retry_param)
         self.run_id = "%012x" % random.SystemRandom().getrandbits(48)
         self.pace = Pace(options.workers, options.rpm, random.random)
         self.tally: Counter[str] = collections.Counter()            # calls, replies, answered, ... of this run
         self.figures: Counter[str] = collections.Counter()          # of its attempt rows, as the report counts them
         self.code, self.reason = DONE, ""                           # another code: it stopped early, and why
-        self.flights = pending.flights()
+        self.flights = interleaved(arms) if len(arms) > 1 else arms[0].flights()
         self._ledger: Optional[Ledger] = None
         self._error: Optional[BaseException] = None                 # of a thread, to be raised in the main one
         self._hints: Dict[str, str] = {}                            # for the main thread to say, each kind once
@@ -2600,7 +2616,7 @@ class Runner:
                     job = self._next()
                 if job is None:
                     return
-                came = job, self._asked(job[1])
+                came = job, self._asked(*job)
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self._lock:
                 if not isinstance(error, HarnessError):
@@ -2650,7 +2666,7 @@ class Runner:
                 self._ready.extend(flight.first if flight is not None else ())
         return bool(self._ready)
 
-    def _asked(self, ask: Ask) -> Union[Judged, CallFailed]:
+    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed]:
         """Make one call, without the lock: the row of its reply, ready to be written, or why none came."""
         params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
         prompt = build_prompt(ask.items, self.task, self._prompt_head)
@@ -2662,7 +2678,10 @@ class Runner:
             if failure.kind != "rejected":
                 return failure
             reply, refusal = Reply(None, REJECTED, failure.detail), failure
-        row = self._judged(ask, reply, prompt, started, params)
+        verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
+        row = attempt_row(ask, reply, verdict, self.task, {
+            "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
+            "arm": flight.arm, "prompt_sha": hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32]})
         return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), refusal)
 
     # ---- what a call came to ----
@@ -2704,12 +2723,6 @@ class Runner:
         for job, refused in doubtful:
             self._record(*job, refused)
 
-    def _judged(self, ask: Ask, reply: Reply, prompt: str, started: float, params: Mapping[str, Any]) -> Dict[str, Any]:
-        verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
-        return attempt_row(ask, reply, verdict, self.task, {
-            "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
-            "prompt_sha": hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32]})
-
     def _record(self, flight: Flight, ask: Ask, judged: Judged) -> None:
         """Append the row, let it take effect, and queue the calls that follow."""
         row, parts, _, _ = judged
@@ -2727,7 +2740,9 @@ class Runner:
 
     def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:
         """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
-        return self.state.apply(row) if self._guarded(lambda ledger: ledger.append(parts)) else None
+        if not self._guarded(lambda ledger: ledger.append(parts)):
+            return None
+        return [key for arm in self.arms for key in arm.state.apply(row)]
 
     def _append_event(self, event: str, **members: Any) -> Optional[List[int]]:
         """Append a row that is no reply's."""
@@ -2869,6 +2884,112 @@ def timestamp() -> str:
 
 
 # ====================================================================================================================
+# STATISTICS.  Pure: how often calls fail, whether answers differ, what a sample can show.  Every limit holds however
+# often one looks at a growing ledger.
+# ====================================================================================================================
+
+LEVEL = 0.05                    # a limit is wrong in at most this share of all ledgers, however often one looks
+MOST_AT_STAKE = 0.95            # of what a bet could lose at worst: nothing is ever staked whole
+
+
+class Limits(NamedTuple):
+    """Where a rate or a mean lies; both ends hold at every moment of a growing ledger at once."""
+
+    low: float
+    high: float
+
+
+def boundary(holds: Callable[[float], bool], inside: float, outside: float) -> float:
+    """Where a condition that holds inside stops to hold, by bisection."""
+    for _ in range(50):
+        middle = (inside + outside) / 2
+        inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+    return (inside + outside) / 2
+
+
+def failure_limits(failures: int, calls: int) -> Limits:
+    """Limits of a failure rate that stay valid under peeking: a mixture e-value, Beta(0.5, 20), and Ville's inequality.
+
+    >>> round(failure_limits(0, 74).high, 6), round(failure_limits(3, 50).high, 6)
+    (0.049727, 0.207677)
+    """
+    def log_beta(a: float, b: float) -> float:
+        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+    good, prior = calls - failures, (0.5, 20.0)         # few failures are expected: it is sharp near zero
+    mixed = log_beta(prior[0] + failures, prior[1] + good) - log_beta(*prior)
+
+    def possible(rate: float) -> bool:
+        return mixed - failures * math.log(rate) - good * math.log1p(-rate) < -math.log(LEVEL)
+    if not calls:
+        return Limits(0.0, 1.0)
+    seen = min(max(failures / calls, 1e-12), 1 - 1e-12)
+    return Limits(boundary(possible, seen, 1e-12) if failures else 0.0,
+                  boundary(possible, seen, 1 - 1e-12) if good else 1.0)
+
+
+def calls_needed(failures: int, calls: int, bound: float) -> int:
+    """How many clean calls more would show that the failure rate is at most `bound`, a rate above 0."""
+    few, many = 0, 1
+    while failure_limits(failures, calls + many).high > bound:
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (few, middle) if failure_limits(failures, calls + middle).high <= bound else (middle, many)
+    return 0 if failure_limits(failures, calls).high <= bound else many
+
+
+def refuted(values: Iterable[float], mean: float, below: bool) -> bool:
+    """Whether values in [-1, 1] show that their mean is below (or above) `mean`: a betting martingale passes 1 / LEVEL.
+
+    Waudby-Smith and Ramdas 2024; each bet is made from the values before it.
+    """
+    sign, log, best = (-1 if below else 1), 0.0, 0.0
+    count, total, squares = 1, 0.0, 0.02                # as if one value of no difference had been seen
+    for value in values:
+        edge = sign * (total / count - mean)
+        stake = edge / (squares / count - (total / count) ** 2 + edge * edge) if edge > 0 else 0.0
+        log += math.log1p(min(stake, MOST_AT_STAKE / (1 + sign * mean)) * sign * (value - mean))
+        best = max(best, log)
+        count, total, squares = count + 1, total + value, squares + value * value
+    return best >= -math.log(LEVEL)
+
+
+def mean_limits(values: Sequence[float]) -> Limits:
+    """Limits of the mean of values in [-1, 1], valid under peeking."""
+    seen = min(max(sum(values) / len(values), -1 + 1e-9), 1 - 1e-9) if values else 0.0
+    return Limits(boundary(lambda mean: not refuted(values, mean, below=False), seen, -1 + 1e-9),
+                  boundary(lambda mean: not refuted(values, mean, below=True), seen, 1 - 1e-9))
+
+
+def kappa(pairs: Sequence[Tuple[Any, Any]]) -> Optional[float]:
+    """Cohen's kappa of pairs of labels; None where both sides give one and the same label throughout."""
+    count = len(pairs)
+    agreed = sum(a == b for a, b in pairs) / count if count else 1.0
+    left, right = (collections.Counter(side) for side in zip(*pairs)) if pairs else (collections.Counter(),) * 2
+    chance = sum(left[label] * right[label] for label in left) / count ** 2 if count else 1.0
+    return None if chance == 1 else (agreed - chance) / (1 - chance)
+
+
+def mcnemar(first: int, second: int) -> float:
+    """The mid-p value of McNemar's exact test on two discordant counts.
+
+    >>> round(mcnemar(8, 5), 10), round(mcnemar(12, 5), 10), mcnemar(0, 0)
+    (0.4239501953, 0.0962524414, 1.0)
+    """
+    count, least = first + second, min(first, second)
+
+    def chance(k: int) -> float:
+        return math.exp(math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) - count * math.log(2))
+    return 1.0 if first == second else 2 * sum(map(chance, range(least))) + chance(least)
+
+
+def at_best(calls: int) -> str:
+    """What so many clean calls show, in words."""
+    return "failures below %.1f %% and differences below %.1f points (%d full calls)" % (
+        100 * failure_limits(0, calls).high, 100 * mean_limits([0.0] * calls).high, calls)
+
+
+# ====================================================================================================================
 # REPORT AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an answer is what its row says.
 # ====================================================================================================================
 
@@ -2923,14 +3044,14 @@ def counts(tally: Mapping[str, int]) -> str:
     return ", ".join("%s %d" % entry for entry in entries) or "none"
 
 
-GROUP = ("stage", "task", "model_string", "form", "size")
+GROUP = ("stage", "task", "arm", "model_string", "form", "size")
 
 
 def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     """Print what a ledger's calls came to by GROUP, the failures by kind, and which lines are damaged."""
     groups: Dict[Tuple[Any, ...], Counter[str]] = collections.defaultdict(collections.Counter)
     failures: Counter[str] = collections.Counter()
-    held: Dict[Tuple[str, str], Tuple[Any, ...]] = {}       # (task, text) in quarantine now -> by whom
+    held: Dict[Tuple[Any, ...], Tuple[Any, ...]] = {}       # (task, arm, text) in quarantine now -> by whom
 
     def take(line: Line) -> None:
         row = line.row or {}
@@ -2938,9 +3059,9 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
             group = tuple(row.get(name) for name in GROUP)
             add_row(groups[group], row)
             for sha in row["text_sha"] if row["verdict"] == "ok" or "quarantined" in row else ():
-                held.pop((row["task"], sha), None)
+                held.pop((row["task"], row.get("arm"), sha), None)
                 if "quarantined" in row:
-                    held[row["task"], sha] = group
+                    held[row["task"], row.get("arm"), sha] = group
         elif row["event"] == "failure":
             failures["429"] += row.get("coalesced", 0)          # the waits of an episode that have no row of their own
             if "batch" in row:
@@ -2957,9 +3078,10 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
                 for name, tally in groups.items()]
         out(json.dumps({"arms": arms, "failures": failures, "damaged_lines": damaged}, indent=1))
         return DONE
-    for (stage, task, model_string, form, size), tally in groups.items():
-        out("stage %s, task %s, model %s, %s, size %s" % (
-            stage, task, model_string or "(not named by the endpoint)", form, size))
+    for (stage, task, arm, model_string, form, size), tally in groups.items():
+        out("stage %s, task %s, %smodel %s, %s, size %s" % (
+            stage, task, "" if arm is None else "arm %s, " % arm, model_string or "(not named by the endpoint)", form,
+            size))
         out("\n".join(tally_lines(tally)))
     if not groups:
         out("no replies on this ledger: first pass ok %s" % rate(0, 0))
@@ -2980,7 +3102,7 @@ def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> 
         if row["event"] == "run":
             with contextlib.suppress(HarnessError):         # a row that was edited by hand
                 tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
-        elif row["event"] == "attempt":
+        elif row["event"] == "attempt" and row.get("arm") is None:          # a trial's answers are for comparison
             answered[row["task"]] += len(row.get("answers", ()))
     replay(path, take)
     fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
@@ -3133,6 +3255,8 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
+SIZES = checked(r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
+                lambda text: [int(size) for size in text.split(",")])
 PARAMETER = checked(r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
                     'NAME=JSON, such as temperature=0.7 or stop=["x"] (messages, model, stream and n are set for you)',
                     lambda name, value: (name, REPLY_JSON.decode(value)))
@@ -3145,16 +3269,26 @@ def parser() -> Parser:
                  "and keep only answers that prove whose they are. Without a command: run.",
                  epilog="Each command has its own --help. Exit codes: " + codes)
     top.add_argument("--version", action="version", version="batch_harness " + __version__)
-    commands = top.add_subparsers(dest="command", metavar="{run,report,export}", parser_class=Parser)
+    commands = top.add_subparsers(dest="command", metavar="{run,trial,report,export}", parser_class=Parser)
     run = commands.add_parser("run", help="ask about every item that has no answer yet", allow_abbrev=False)
+    trial = commands.add_parser("trial", help="ask a sample at several batch sizes, to compare", allow_abbrev=False)
     report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
     export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
-    for command in (run, report_, export_):
+    for command in (run, trial, report_, export_):
         command.add_argument("--ledger", default=os.path.join("runs", "ledger.jsonl"), metavar="FILE",
                              help="default %(default)s")
     _add_input(run)
+    _add_input(trial)
     _add_input(export_)
     _add_run(run)
+    add = _add_run(trial)
+    add("--sizes", type=SIZES, default=[1, 1, 2], metavar="A,B,..", help="batch sizes, one arm each (default 1,1,2)")
+    add("--sample", type=POSITIVE, default=300, metavar="N", help="items, the same on every machine (default 300)")
+    trial.set_defaults(batch_size=1, limit=None, retry_quarantined=False)
+    add = run.add_argument_group("of a run alone").add_argument
+    add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
+    add("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
+    add("--limit", type=POSITIVE, metavar="N", help="ask at most N items now")
     report_.add_argument("--json", action="store_true", help="as data")
     export_.add_argument("--output", default="-", metavar="FILE", help=".csv for CSV, else JSONL (default stdout)")
     export_.add_argument("--raw-csv", action="store_true", help="leave cells that a spreadsheet would run as they are")
@@ -3176,7 +3310,7 @@ def _add_input(command: Parser) -> None:
     add("--id-length", type=DIGITS, default=ID_LENGTH, metavar="N", help="hex digits of an id (default 12)")
 
 
-def _add_run(command: Parser) -> None:
+def _add_run(command: Parser) -> Callable[..., Any]:
     add = command.add_argument_group("task and model").add_argument
     add("--instruction", metavar="TEXT", help="what to say of each text")
     add("--labels", metavar="A,B,C", help="the closed list of answers")
@@ -3194,18 +3328,16 @@ def _add_run(command: Parser) -> None:
     add("--workers", type=POSITIVE, metavar="N", help="calls in flight (default 4; 1 for a model on this machine)")
     add("--rpm", type=POSITIVE, metavar="N", help="calls a minute, at most")
     add = command.add_argument_group("batches and policy").add_argument
-    add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
     add("--batch-chars", type=POSITIVE, metavar="N", help="characters of text a prompt, at most")
     add("--order", choices=("set", "strict"), default="set", help="strict: place i must hold id i")
     add("--attempts", type=POSITIVE, default=2, metavar="N", help="how often a batch is asked (default 2)")
     add("--on-failure", choices=("single", "split", "exclude"), default="single", help="what follows (default single)")
-    add("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
     add("--retry-param", type=PARAMETER, action="append", default=[], metavar="NAME=JSON",
         help="change the request from the second attempt on")
-    add("--limit", type=POSITIVE, metavar="N", help="ask at most N items now")
     add("--max-calls", type=POSITIVE, metavar="N", help="make at most N calls now")
     add("--deadline", type=SECONDS, metavar="DURATION", help="begin no call after this time")
     add("--dry-run", action="store_true", help="show the first prompt and the counts; call nothing")
+    return add
 
 
 def input_spec(options: argparse.Namespace) -> InputSpec:
@@ -3262,7 +3394,7 @@ def check_twice(name: str, pairs: Sequence[Tuple[str, Any]]) -> None:
 
 
 def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
-    """Freeze the input, ask what is pending, and say what came of it."""
+    """Freeze the input, ask what is pending, and say what came of it; for run and trial."""
     task = chosen_task(options)
     seen: Counter[str] = collections.Counter()
     check_twice("--param", options.param)
@@ -3271,24 +3403,33 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     options.workers = options.workers or model.workers
     if os.path.realpath(options.ledger) in map(os.path.realpath, filter(None, (options.input, options.task))):
         raise HarnessError("--ledger names the --input or --task file; name another ledger")
+    sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
     with contextlib.ExitStack() as stack:
-        source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task)
+        source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task, sizes[0][0])
         rows = counted(source.rows(), seen, lambda row: "good" if row.error is None else "bad")
         read, items = state.freeze(good_rows(rows, source.name, options.skip_bad))
         check_collision(source, state, options.id_length)       # before the ledger is made: bad input leaves no trace
         frozen, ledger = Frozen(read, items, seen["bad"], state.digest(options.id_length)), None
+        if options.command == "trial":
+            # Digests are as good as drawn: the least of them are the same sample on every machine.
+            state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
+        arms = [Pending(source, state if state.arm == arm else State(task, arm, state.status), size, options)
+                for arm, size in sizes]
+
+        def take(row: Mapping[str, Any]) -> None:
+            for pending in arms:
+                pending.state.apply(row)
         if not options.dry_run:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-            ledger.replay(state)
+            ledger.replay(take)
         elif os.path.exists(options.ledger):
-            replay(options.ledger, lambda line: state.apply(line.row or {}))
+            replay(options.ledger, lambda line: take(line.row or {}))
         check_collision(source, state, options.id_length)
         kinds = ("demo", "real") if state.demo else ("real", "demo")
         if state.demo is not None and state.demo is not is_demo(model.name):
             raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
                                % (kinds[0], model.name, kinds[1]))
-        pending = Pending(source, state, Policy(options.attempts, options.on_failure), options)
-        runner = Runner(task, model, pending, options)
+        runner = Runner(task, model, arms, options)
         if ledger is not None:
             return ask_all(runner, ledger, frozen, say, out)
         flight = next(runner.flights, None)
@@ -3299,29 +3440,39 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
 
 
 def outlook(runner: Runner, frozen: Frozen) -> str:
-    """Rows, items, what is pending, and the calls to expect."""
-    options, answered, quarantined = runner.options, runner.state.count(ANSWERED), runner.state.count(QUARANTINED)
-    pending = frozen.items - answered - quarantined
-    asked = min(options.limit or frozen.items, pending + quarantined * options.retry_quarantined)
-    alone = min(asked, quarantined) if options.retry_quarantined else 0         # each in a call of its own
-    calls = alone + -(-(asked - alone) // options.batch_size)
-    most = calls * options.attempts
-    if options.batch_size > 1:
-        most += (asked - alone) * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
-    runner.tally["pending"] = asked
-    bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
-    if options.batch_chars is not None or runner.state.open or (options.limit and alone):
-        bounds = "about %d calls" % calls                       # how texts fall into batches is not known before
+    """Rows, items, what is pending at each size, and the calls to expect."""
+    options, lines = runner.options, []
+    for pending in runner.arms:
+        state, size = pending.state, pending.size
+        answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
+        left = state.count(FROZEN) - answered - quarantined
+        asked = min(options.limit or frozen.items, left + quarantined * options.retry_quarantined)
+        alone = min(asked, quarantined) if options.retry_quarantined else 0         # each in a call of its own
+        calls = alone + -(-(asked - alone) // size)
+        most = calls * options.attempts
+        if size > 1:
+            most += (asked - alone) * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
+        runner.tally["pending"] += asked
+        bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
+        if options.batch_chars is not None or state.open or (options.limit and alone):
+            bounds = "about %d calls" % calls                   # how texts fall into batches is not known before
+        if state.arm is None:
+            lines.append("%d answered, %d quarantined, %d pending" % (answered, quarantined, left))
+            lines.append("at batch size %d: %s" % (size, bounds))
+        else:
+            lines.append("arm %d, size %d: %d of %d items settled, %s; at best it can show %s" % (
+                state.arm, size, answered + quarantined, state.count(FROZEN), bounds,
+                at_best(state.count(FROZEN) // size)))
     skipped = " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else ""
-    return ("%d rows, %d items%s: %d answered, %d quarantined, %d pending\n"
-            "at batch size %d: %s (one that brings no reply is made again); texts go to %s" % (
-                frozen.rows, frozen.items, skipped, answered, quarantined, pending,
-                options.batch_size, bounds, runner.model.host))
+    first = "%d rows, %d items%s: " % (frozen.rows, frozen.items, skipped)
+    first += lines.pop(0) if runner.arms[0].state.arm is None else "a sample of %d" % runner.arms[0].state.count(FROZEN)
+    return "%s\n%s (one that brings no reply is made again); texts go to %s" % (
+        first, "\n".join(lines), runner.model.host)
 
 
 def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
-    options, state, tally, task, model = runner.options, runner.state, runner.tally, runner.task, runner.model
+    options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
     damaged, torn = ledger.history.damaged, ledger.history.torn
     if damaged:
         say("%s: %d damaged lines skipped (%s); what they held is asked again" % (
@@ -3341,35 +3492,42 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     runner.run(ledger, {
         "model": model.name, "host": model.host, "stage": task.stage, "fingerprint": task.fingerprint,
         "task": task.document(), "form": task.form, "params": model.params, "api_version": model.api_version,
-        **{name: getattr(options, name) for name in asked}, "policy": runner.pending.policy._asdict(),
+        "arms": None if state.arm is None else [pending.size for pending in runner.arms],
+        **{name: getattr(options, name) for name in asked}, "policy": runner.arms[0].policy._asdict(),
         "strict_order": options.order == "strict", "retry_params": runner.retry_params,
-        "input": runner.pending.source.name, **frozen._asdict(), "harness": __version__,
+        "input": runner.arms[0].source.name, **frozen._asdict(), "harness": __version__,
         "python": sys.version.split()[0]}, say)
-    answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
-    summary = "%d of %d items answered, %d quarantined" % (answered, frozen.items, quarantined)
-    if tally["calls"]:
-        out("%s, %d pending" % (summary, frozen.items - answered - quarantined))
-        first_ok = rate(runner.figures["first_ok"], runner.figures["first"])
-        figures = runner.figures
-        tokens = "; %(tokens_in)d tokens in, %(tokens_out)d out" % figures if figures["tokens_in"] else ""
-        out("this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply%s" % (
-            tally["calls"], first_ok, figures["fallbacks"], tally["failures"], tokens))
+    answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
+                                    for flags in (ANSWERED, QUARANTINED, FROZEN))
+    summary = "%d of %d items answered, %d quarantined" % (answered, items, quarantined)
+    if runner.tally["calls"]:
+        out("%s, %d pending" % (summary, items - answered - quarantined))
+        out(spent_words(runner))
     elif not runner.code:
         by = ["%s at size %d" % name for name in state.answered_by]
         words = "; answered by %s. Another model or size reopens nothing: to ask afresh, name another --ledger"
-        same = set(state.answered_by) <= {(model.name, options.batch_size)}
+        same = set(state.answered_by) <= {(model.name, runner.arms[0].size)}
         out("nothing to do: " + summary + ("" if same else words % ", ".join(by)))
     return closing_words(runner, answered, quarantined, out)
 
 
+def spent_words(runner: Runner) -> str:
+    """What a run has spent."""
+    figures, tally = runner.figures, runner.tally
+    tokens = "; %(tokens_in)d tokens in, %(tokens_out)d out" % figures if figures["tokens_in"] else ""
+    return "this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply%s" % (
+        tally["calls"], rate(figures["first_ok"], figures["first"]), figures["fallbacks"], tally["failures"], tokens)
+
+
 def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
+    import shlex
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
     refused = {word: count for word, count in part_of(runner.figures, "verdict ").items() if word != "ok"}
     if refused:
         out("replies that were not accepted: " + counts(refused))
-    unfrozen = runner.pending.unfrozen
-    if unfrozen:
+    unfrozen = max(pending.unfrozen for pending in runner.arms)
+    if unfrozen and options.command == "run":
         out("the input changed: %d rows that were not there at first were not asked; run again" % unfrozen)
     if tally["lost"]:
         out("%d replies could not be written to the ledger; their calls are made again" % tally["lost"])
@@ -3381,8 +3539,11 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     if quarantined:
         out("quarantined items stay out of later runs; see `report --ledger %s`, then --retry-quarantined"
             % options.ledger)
-    if answered and options.input != "-":
-        out("next: " + export_words(options, runner.task.fingerprint if runner.state.other_tasks else None))
+    if options.command == "trial":
+        out("next: python3 batch_harness.py report --ledger " + shlex.quote(options.ledger))
+    elif answered and options.input != "-":
+        other = runner.arms[0].state.other_tasks
+        out("next: " + export_words(options, runner.task.fingerprint if other else None))
     return QUARANTINED_LEFT if quarantined else DONE
 
 
@@ -3430,7 +3591,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
         options = parser().parse_args(words)
-        command = {"run": command_run, "report": command_report, "export": command_export}[options.command]
+        command = {"report": command_report, "export": command_export}.get(options.command, command_run)
         return command(options, say, out)
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):

@@ -1124,7 +1124,7 @@ class Ledgers(Case):
 
         def spy(runner, *args):
             real(runner, *args)
-            live.append(runner.state)
+            live.append(runner.arms[0].state)
         with mock.patch.object(bh.Runner, "run", spy):
             self.run_demo("--batch-size", "4", model="demo:drop=0.3,value=0.2,empty=0.1,refuse=0.1")
         replayed = bh.State(bh.DEFAULT)
@@ -2839,6 +2839,141 @@ class Runs(EndpointCase):
         self.assertEqual(code, 3)
         self.assertRegex(err.splitlines()[-1], r"^batch_harness: a fault of its own in \w+, line \d+: MemoryError: no more; please report it")
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo")[0], 0)
+
+
+# ====================================================================================================================
+# TRIAL AND STATISTICS
+# ====================================================================================================================
+
+class Trials(EndpointCase):
+    def trial(self, *more):
+        return self.main("trial", "--input", "items.jsonl", "--model", "demo", "--ledger", "t.jsonl", *more)
+
+    def test_every_arm_asks_the_same_sample_at_its_own_size(self):
+        self.items_file(40)
+        code, out, err = self.trial("--sample", "12", "--sizes", "1,1,2,5")
+        self.assertEqual(code, 0, out + err)
+        rows = self.rows("t.jsonl")
+        asked = [[name for row in rows if row["arm"] == arm for name in row["batch"]] for arm in range(4)]
+        least = sorted(bh.text_digest("text number %d" % n) for n in range(40))[:12]
+        for names in asked:
+            self.assertEqual(sorted(names), [digest[:12] for digest in least])
+        self.assertEqual([sorted({row["size"] for row in rows if row["arm"] == arm}) for arm in range(4)], [[1], [1], [2], [5]])
+        self.assertEqual([row["arms"] for row in self.rows("t.jsonl", "run")], [[1, 1, 2, 5]])
+        self.assertIn("48 of 48 items answered", out)
+
+    def test_the_sample_does_not_depend_on_the_order_of_the_input(self):
+        self.items_file(30)
+        self.trial("--sample", "7", "--sizes", "1")
+        names = {name for row in self.rows("t.jsonl") for name in row["batch"]}
+        os.remove("t.jsonl")
+        with open("items.jsonl") as file:
+            lines = file.readlines()
+        self.write("items.jsonl", "".join(reversed(lines)))
+        self.trial("--sample", "7", "--sizes", "1")
+        self.assertEqual({name for row in self.rows("t.jsonl") for name in row["batch"]}, names)
+
+    def test_arms_get_on_alike_in_time(self):
+        self.items_file(60)
+        self.trial("--sizes", "1,1,2,5", "--workers", "1")
+        seen = collections.Counter()
+        for row in self.rows("t.jsonl"):
+            seen[row["arm"]] += len(row["batch"])
+            self.assertLessEqual(max(seen.values()) - min(seen[arm] for arm in range(4)), 8)
+
+    def test_a_trial_is_resumed_and_then_a_no_op(self):
+        self.items_file(30)
+        code, out, err = self.trial("--max-calls", "20", "--workers", "1")
+        self.assertEqual((code, len(self.rows("t.jsonl"))), (3, 20))
+        self.assertEqual(self.trial()[0], 0)
+        rows = self.rows("t.jsonl")
+        self.assertEqual(collections.Counter((row["arm"], name) for row in rows for name in row["batch"]).most_common(1)[0][1], 1)
+        self.assertEqual(len(rows), 30 + 30 + 15)
+        before = self.bytes("t.jsonl")
+        self.assertIn("nothing to do: 90 of 90 items answered", self.trial()[1])
+        self.assertEqual(self.bytes("t.jsonl"), before)
+
+    def test_run_export_and_other_arms_ignore_a_trials_answers(self):
+        self.items_file(6)
+        self.trial("--sizes", "1,2")
+        code, out, err = self.main("export", "--input", "items.jsonl", "--ledger", "t.jsonl")
+        self.assertEqual({json.loads(line)["status"] for line in out.splitlines()}, {"pending"})
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--ledger", "t.jsonl")[0], 0)
+        self.assertEqual(len([row for row in self.rows("t.jsonl") if "arm" not in row]), 6)
+        arms = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"]
+        self.assertEqual([(arm["arm"], arm["size"], arm["calls"]) for arm in arms], [(0, 1, 6), (1, 2, 3), (None, 1, 6)])
+
+    def test_a_trial_fails_and_quarantines_by_arm(self):
+        self.items_file(8)
+        server = self.serve(lambda prompt, n: completion("no" if len(asked_in(prompt)) == 2 and "number 3" in prompt else reply_to_prompt(prompt)))
+        code, out, err = self.main("trial", "--input", "items.jsonl", "--model", "openai:m", "--base-url", server.base, "--ledger", "t.jsonl", "--sizes", "1,2",
+                                   "--on-failure", "exclude")
+        self.assertEqual(code, 1, out + err)
+        self.assertIn("14 of 16 items answered, 2 quarantined", out)
+        self.assertEqual({row["arm"] for row in self.rows("t.jsonl") if row["verdict"] != "ok"}, {1})
+
+    def test_before_the_first_call_it_says_what_the_sample_can_show_at_best(self):
+        self.items_file(400)
+        code, out, err = self.trial("--dry-run")
+        self.assertIn("a sample of 300", out)
+        self.assertIn("arm 2, size 2: 0 of 300 items settled, about 150 calls if every reply is good, at most 600; at best it can show "
+                      "failures below 2.7 % and differences below 2.1 points (150 full calls)", out)
+        self.assertFalse(os.path.exists("t.jsonl"))
+
+    def test_sizes_that_are_none_are_refused(self):
+        self.items_file(3)
+        for sizes in ("0", "1,,2", "a", "1,-2", ""):
+            self.assertIn("--sizes", self.refused("trial", "--input", "items.jsonl", "--model", "demo", "--sizes", sizes))
+
+    # failures, calls, upper limit: references computed independently of this program
+    UPPER = [(0, 5, 0.462975), (0, 20, 0.154030), (0, 73, 0.050321), (0, 74, 0.049727), (0, 100, 0.038219), (0, 132, 0.029960), (0, 457, 0.009988),
+             (1, 100, 0.064802), (3, 50, 0.207677), (7, 200, 0.088558)]
+
+    def test_the_limits_of_a_failure_rate_are_the_published_ones(self):
+        for failures, calls, upper in self.UPPER:
+            self.assertAlmostEqual(bh.failure_limits(failures, calls).high, upper, places=6)
+            self.assertLessEqual(bh.failure_limits(failures, calls).low, failures / calls)
+        self.assertEqual(bh.failure_limits(0, 0), (0.0, 1.0))
+        self.assertEqual(bh.failure_limits(5, 5).high, 1.0)
+        self.assertEqual([bh.calls_needed(0, 0, bound) for bound in (0.05, 0.03, 0.01)], [74, 132, 457])
+        self.assertEqual((bh.calls_needed(0, 70, 0.05), bh.calls_needed(0, 74, 0.05)), (4, 0))
+        self.assertEqual(bh.failure_limits(1, 100 + bh.calls_needed(1, 100, 0.05)).high <= 0.05 < bh.failure_limits(1, 99 + bh.calls_needed(1, 100, 0.05)).high, True)
+
+    def test_the_limits_of_a_rate_hold_however_often_one_looks(self):
+        dice, wrong = random.Random(SEED), 0
+        for _ in range(120):
+            failures, missed = 0, False
+            for call in range(1, 301):
+                failures += dice.random() < 0.1
+                if call % 5 == 0:
+                    low, high = bh.failure_limits(failures, call)
+                    missed = missed or not low <= 0.1 <= high
+            wrong += missed
+        self.assertLessEqual(wrong, 14)                    # 6 are expected at most; 14 or more would come once in 1,000
+
+    def test_the_limits_of_a_mean_come_from_bets(self):
+        self.assertGreater(bh.mean_limits([0.0] * 150).high, 0.02)
+        self.assertLess(bh.mean_limits([0.0] * 157).high, 0.02)
+        self.assertEqual(bh.mean_limits([])[0] < -0.99 and bh.mean_limits([])[1] > 0.99, True)
+        for values in ([1.0] * 40, [-1.0] * 40, [0.5, -0.5] * 50, [0.3] * 100):
+            low, high = bh.mean_limits(values)
+            self.assertTrue(low - 1e-6 <= sum(values) / len(values) <= high + 1e-6, (values[:2], low, high))
+        mirrored = bh.mean_limits([-value for value in [0.3, 0.0, 0.5] * 30])
+        plain = bh.mean_limits([0.3, 0.0, 0.5] * 30)
+        self.assertAlmostEqual(plain.low, -mirrored.high)
+        dice, wrong = random.Random(SEED), 0
+        for _ in range(60):
+            low, high = bh.mean_limits([dice.choice((-1, 0, 0, 0, 1, 1)) for _ in range(200)])
+            wrong += not low <= 1 / 6 <= high
+        self.assertLessEqual(wrong, 9)
+
+    def test_kappa_and_mcnemar_are_the_published_ones(self):
+        pairs = [("p", "p")] * 40 + [("n", "n")] * 35 + [("p", "n")] * 10 + [("n", "p")] * 5 + [("u", "u")] * 8 + [("u", "p")] * 2
+        self.assertAlmostEqual(bh.kappa(pairs), 0.705373, places=6)
+        self.assertIsNone(bh.kappa([("p", "p")] * 9))
+        self.assertIsNone(bh.kappa([]))
+        for counts, p in (((8, 5), 0.4239501953), ((12, 5), 0.0962524414), ((38, 9), 1.52218e-05), ((0, 0), 1), ((5, 8), 0.4239501953)):
+            self.assertAlmostEqual(bh.mcnemar(*counts), p, places=9)
 
 
 # ====================================================================================================================
