@@ -34,8 +34,8 @@ Exit codes: 0 done; 1 finished, some items quarantined; 2 usage or bad input, no
 endpoint, a budget or a deadline; 130 interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
-THE TRUST LINE, models, run, statistics, report and export, command line.  Whoever reads down to the trust line has read
-everything that decides which answer belongs to which item.
+THE TRUST LINE, models, run, statistics, report, explain and export, command line.  Whoever reads down to the trust
+line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
@@ -2990,7 +2990,8 @@ def at_best(calls: int) -> str:
 
 
 # ====================================================================================================================
-# REPORT AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an answer is what its row says.
+# REPORT, EXPLAIN AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an answer is what its
+# row says.
 # ====================================================================================================================
 
 def add_row(tally: Counter[str], row: Mapping[str, Any]) -> None:
@@ -3090,6 +3091,95 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     if damaged:
         out("damaged lines, skipped: " + ", ".join(map(str, damaged[:MAX_REPORTED])))
     return DONE
+
+
+Touching = Tuple[int, Dict[str, Any]]                           # the number of a ledger line and its row
+
+
+def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, Dict[str, Any]]]:
+    """The item that a person means by an id, the beginning of one (4 digits or more) or a key of their own, as (id, the
+    rows that touched it, the run rows by run).  HarnessError when it is none, or more than one.
+    """
+    found: Dict[str, List[Touching]] = collections.defaultdict(list)
+    runs: Dict[str, Dict[str, Any]] = {}
+
+    def take(line: Line) -> None:
+        row = line.row or {}
+        if row["event"] == "run":
+            runs[row["run"]] = row
+        batch = row.get("batch", ())
+        keys = row.get("sources") or [None] * len(batch)
+        for name, key in zip(batch, keys):
+            own = key is not None and wanted in (str(key), encode(key))
+            if own or name in found or (len(wanted) > 3 and name.startswith(wanted.lower())):
+                found[name].append((line.number, row))
+    replay(path, take)
+    names = [name for name in found if name == wanted] or list(found)
+    if not names:
+        raise HarnessError("%s names no item on %s; give an id, the beginning of one (4 digits or more), or your own "
+                           "key of the first row with the text" % (shown(wanted), path))
+    if len(names) > 1:
+        raise HarnessError("%s names %d items on %s; choose one of %s" % (
+            shown(wanted), len(names), path, ", ".join(names[:MAX_REPORTED])))
+    return names[0], found[names[0]], runs
+
+
+def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Defend one row: its text, every attempt that touched it, the prompts proved by hash, and where it stands."""
+    name, touching, runs = rows_about(options.ledger, options.id)
+    wanted = {other for _, row in touching for other in row["batch"]}
+    texts: Dict[str, Item] = {}
+    if options.input is not None:
+        with contextlib.closing(Source(input_spec(options))) as source:
+            for entry in source.rows():
+                if entry.error is None:
+                    item = Item(entry.text, entry.key, len(name))
+                    texts.update({item.id: item} if item.id in wanted and item.id not in texts else {})
+    absent = "(the input no longer holds it)" if options.input is not None else "(give --input to see it)"
+    out("item %s, text: %s" % (name, texts[name].text if name in texts else absent))
+    settled: List[str] = []
+    for number, row in touching:
+        arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
+        out("\nline %d, %s, %s of run %s, batch %s%s" % (
+            number, row.get("at"), row["event"], row.get("run"), row.get("batch_id"), arm))
+        for word, words in attempt_words(row, name, runs, texts) if row["event"] == "attempt" else [
+                ("no reply", str(row.get("detail")))]:
+            out("  %-12s %s" % (word, words.replace("\n", "\n" + " " * 15)))
+        if row["event"] == "attempt" and (row["verdict"] == "ok" or "quarantined" in row):
+            settled.append("%s in line %d%s" % ("answered" if row["verdict"] == "ok" else "quarantined", number, arm))
+    out("\nwhere it stands: " + ("; then ".join(settled) or "pending: no attempt has settled it"))
+    return DONE
+
+
+def attempt_words(row: Mapping[str, Any], name: str, runs: Mapping[str, Mapping[str, Any]],
+                  texts: Mapping[str, Item]) -> Iterator[Tuple[str, str]]:
+    """One attempt, in words about one of its items."""
+    run = runs.get(row["run"], {})
+    why = ", made because their batch had failed" if row["fallback"] else ""
+    yield "attempt", "number %d on these %d items, at size %d%s" % (row["attempt"], len(row["batch"]), row["size"], why)
+    yield "model", "%s (asked for: %s)" % (row.get("model_string") or "not named by the endpoint", run.get("model"))
+    yield "verdict", "%s: %s" % (row["verdict"], VERDICTS[row["verdict"]])
+    if row["verdict"] == "ok":
+        yield "answer", encode(row["answers"][name])
+    for word in ("detail", "missing", "extra", "normalised", "params", "finish"):
+        if word in row:
+            yield word, row[word] if isinstance(row[word], str) else encode(row[word])
+    yield "prompt", rebuilt_prompt(row, run, texts)
+    yield "reply", str(row.get("reply"))
+
+
+def rebuilt_prompt(row: Mapping[str, Any], run: Mapping[str, Any], texts: Mapping[str, Item]) -> str:
+    """The prompt of an attempt, proved by the hash on its row; or why it cannot be shown."""
+    gone = [name for name in row["batch"] if name not in texts]
+    if gone:
+        return "cannot be rebuilt without the texts of %s; give the --input they were read from" % ", ".join(gone)
+    try:
+        prompt = build_prompt([texts[name] for name in row["batch"]], load_task(run.get("task", {}), row["form"]))
+    except HarnessError as error:
+        return "cannot be rebuilt: %s" % error
+    same = hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32] == row.get("prompt_sha")
+    proof = "as it was sent (its hash agrees):" if same else "NOT as it was sent (its hash is another):"
+    return "%s\n%s" % (proof, prompt)
 
 
 def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> Task:
@@ -3269,17 +3359,20 @@ def parser() -> Parser:
                  "and keep only answers that prove whose they are. Without a command: run.",
                  epilog="Each command has its own --help. Exit codes: " + codes)
     top.add_argument("--version", action="version", version="batch_harness " + __version__)
-    commands = top.add_subparsers(dest="command", metavar="{run,trial,report,export}", parser_class=Parser)
+    commands = top.add_subparsers(dest="command", metavar="{run,trial,report,explain,export}", parser_class=Parser)
     run = commands.add_parser("run", help="ask about every item that has no answer yet", allow_abbrev=False)
     trial = commands.add_parser("trial", help="ask a sample at several batch sizes, to compare", allow_abbrev=False)
+    explain = commands.add_parser("explain", help="all that the ledger holds about one item", allow_abbrev=False)
     report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
     export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
-    for command in (run, trial, report_, export_):
+    for command in (run, trial, report_, explain, export_):
         command.add_argument("--ledger", default=os.path.join("runs", "ledger.jsonl"), metavar="FILE",
                              help="default %(default)s")
     _add_input(run)
     _add_input(trial)
     _add_input(export_)
+    _add_input(explain, required=False)
+    explain.add_argument("id", metavar="ID", help="an id, the beginning of one, or your own key of its first row")
     _add_run(run)
     add = _add_run(trial)
     add("--sizes", type=SIZES, default=[1, 1, 2], metavar="A,B,..", help="batch sizes, one arm each (default 1,1,2)")
@@ -3297,9 +3390,9 @@ def parser() -> Parser:
     return top
 
 
-def _add_input(command: Parser) -> None:
+def _add_input(command: Parser, required: bool = True) -> None:
     add = command.add_argument_group("input").add_argument
-    add("--input", required=True, metavar="FILE", help="JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin")
+    add("--input", required=required, metavar="FILE", help="JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin")
     add("--input-format", choices=sorted(READERS), help="default: by the file's ending")
     add("--text-field", metavar="NAME", help="field or column of the text (default text)")
     add("--id-field", metavar="NAME", help="field of your own key (default id, where there is one)")
@@ -3537,8 +3630,8 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
         out("stopped early: %s; then run the same command again to go on" % reason)
         return code
     if quarantined:
-        out("quarantined items stay out of later runs; see `report --ledger %s`, then --retry-quarantined"
-            % options.ledger)
+        out("quarantined items stay out of later runs; an export names them, `explain ID --ledger %s` says why; then "
+            "--retry-quarantined" % shlex.quote(options.ledger))
     if options.command == "trial":
         out("next: python3 batch_harness.py report --ledger " + shlex.quote(options.ledger))
     elif answered and options.input != "-":
@@ -3591,7 +3684,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
         options = parser().parse_args(words)
-        command = {"report": command_report, "export": command_export}.get(options.command, command_run)
+        command = {"report": command_report, "explain": command_explain, "export": command_export}.get(
+            options.command, command_run)
         return command(options, say, out)
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):

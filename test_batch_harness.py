@@ -3070,6 +3070,58 @@ class Reports(EndpointCase):
     def export_rows(self, *more):
         return [json.loads(row) for row in self.main("export", "--input", "items.jsonl", *more)[1].splitlines()]
 
+    def explained(self, name, *more):
+        code, out, err = self.main("explain", name, "--ledger", "runs/ledger.jsonl", *more)
+        self.assertEqual(code, 0, err)
+        return out
+
+    def test_explain_defends_one_row(self):
+        server = self.serve(lambda prompt, n: (429, b"", {"Retry-After": "0"}) if n == 2 else completion("no", model="served-9")
+                            if "number 2" in prompt and len(asked_in(prompt)) > 1 else completion(reply_to_prompt(prompt)))
+        self.assertEqual(self.ask(server, 4, "--batch-size", "2", "--labels", "good,bad", "--instruction", "Judge it.")[0], 0)
+        name = bh.item_id("text number 2")
+        for asked in (name, name[:5], name.upper()[:7], "2"):           # its id, the beginning of it, the caller's own key
+            out = self.explained(asked, "--input", "items.jsonl")
+            self.assertIn("item %s, text: text number 2\n" % name, out)
+            self.assertEqual(out.count("as it was sent (its hash agrees):"), 3)
+            self.assertEqual(out.count("verdict      not_json: "), 2)
+            self.assertIn("number 1 on these 1 items, at size 2, made because their batch had failed", out)
+            self.assertIn("model        served-9 (asked for: openai:asked-1)", out)
+            self.assertIn('answer       "good"', out)
+            self.assertIn('<item id="%s">text number 2</item>' % name, out)
+            self.assertIn('reply        [{"id": "%s", "answer": "good"}]' % name, out)
+            number = [n for n, line in enumerate(self.bytes().splitlines(), 1) if b'"verdict": "ok"' in line and name.encode() in line]
+            self.assertIn("where it stands: answered in line %d" % number[0], out)
+        self.assertIn("no reply     HTTP 429", self.explained("2"))
+
+    def test_explain_says_what_it_cannot_show(self):
+        self.ask(self.serve(lambda prompt, n: completion("no") if n < 3 else completion(reply_to_prompt(prompt))), 2)
+        first, second = bh.item_id("text number 0"), bh.item_id("text number 1")
+        out = self.explained(first)
+        self.assertIn("text: (give --input to see it)", out)
+        self.assertIn("cannot be rebuilt without the texts of " + first, out)
+        self.assertIn("where it stands: quarantined in line 3", out)
+        self.items_file(1, "other.jsonl", 7)
+        self.assertIn("(the input no longer holds it)", self.explained(second, "--input", "other.jsonl"))
+        with open("runs/ledger.jsonl") as file:
+            text = file.read()
+        self.write("runs/ledger.jsonl", text.replace("Say of each text", "Tell of each text"))
+        self.assertIn("NOT as it was sent", self.explained(second, "--input", "items.jsonl"))
+        self.write("runs/ledger.jsonl", text.replace('"string"', '"strange"'))
+        self.assertIn("cannot be rebuilt: task: ", self.explained(second, "--input", "items.jsonl"))
+
+    def test_explain_refuses_what_names_no_item_or_several(self):
+        self.write("items.jsonl", "".join(json.dumps({"id": key, "text": "text %d" % n}) + "\n" for n, key in enumerate(("a", "a", 7, "7", None))))
+        self.main("--input", "items.jsonl", "--model", "demo")
+        for asked, words in (("a", [bh.item_id("text 0"), bh.item_id("text 1")]), ("7", [bh.item_id("text 2"), bh.item_id("text 3")]),
+                             ("zzzz", ["names no item"]), (bh.item_id("text 0")[:3], ["4 digits or more"])):
+            code, out, err = self.main("explain", asked)
+            self.assertEqual((code, out), (2, ""))
+            for word in words:
+                self.assertIn(word, err)
+        self.assertIn("answered", self.explained(bh.item_id("text 4")))
+        self.assertIn("text 2", self.explained(bh.item_id("text 2"), "--input", "items.jsonl"))
+
     def test_every_row_is_exported_in_order_with_where_it_stands(self):
         self.write("items.jsonl", '{"id": 1, "text": " a "}\n{"id": 2, "text": "b"}\n{"id": 3, "text": 5}\n{"id": 4, "text": "a"}\n{"id": 5, "text": "d"}\n')
 
