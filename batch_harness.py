@@ -3100,28 +3100,34 @@ def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, D
     """The item that a person means by an id, the beginning of one (4 digits or more) or a key of their own, as (id, the
     rows that touched it, the run rows by run).  HarnessError when it is none, or more than one.
     """
-    found: Dict[str, List[Touching]] = collections.defaultdict(list)
+    names: Dict[str, None] = {}                                 # an ordered set
+    touching: List[Touching] = []
     runs: Dict[str, Dict[str, Any]] = {}
+
+    def search(line: Line) -> None:
+        row = line.row or {}
+        batch = row.get("batch", ())
+        for name, key in zip(batch, row.get("sources") or [None] * len(batch)):
+            own = key is not None and wanted in (str(key), encode(key))
+            if own or (len(wanted) > 3 and name.startswith(wanted.lower())):
+                names[name] = None
 
     def take(line: Line) -> None:
         row = line.row or {}
         if row["event"] == "run":
             runs[row["run"]] = row
-        batch = row.get("batch", ())
-        keys = row.get("sources") or [None] * len(batch)
-        for name, key in zip(batch, keys):
-            own = key is not None and wanted in (str(key), encode(key))
-            if own or name in found or (len(wanted) > 3 and name.startswith(wanted.lower())):
-                found[name].append((line.number, row))
-    replay(path, take)
-    names = [name for name in found if name == wanted] or list(found)
-    if not names:
+        if found[0] in row.get("batch", ()):
+            touching.append((line.number, row))
+    replay(path, search)
+    found = [name for name in names if name == wanted] or list(names)
+    if not found:
         raise HarnessError("%s names no item on %s; give an id, the beginning of one (4 digits or more), or your own "
                            "key of the first row with the text" % (shown(wanted), path))
-    if len(names) > 1:
+    if len(found) > 1:
         raise HarnessError("%s names %d items on %s; choose one of %s" % (
-            shown(wanted), len(names), path, ", ".join(names[:MAX_REPORTED])))
-    return names[0], found[names[0]], runs
+            shown(wanted), len(found), path, ", ".join(found[:MAX_REPORTED])))
+    replay(path, take)
+    return found[0], touching, runs
 
 
 def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
