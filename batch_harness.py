@@ -2901,7 +2901,7 @@ class Limits(NamedTuple):
 
 def boundary(holds: Callable[[float], bool], inside: float, outside: float) -> float:
     """Where a condition that holds inside stops to hold, by bisection."""
-    for _ in range(50):
+    for _ in range(40):
         middle = (inside + outside) / 2
         inside, outside = (middle, outside) if holds(middle) else (inside, middle)
     return (inside + outside) / 2
@@ -3045,52 +3045,231 @@ def counts(tally: Mapping[str, int]) -> str:
     return ", ".join("%s %d" % entry for entry in entries) or "none"
 
 
-GROUP = ("stage", "task", "arm", "model_string", "form", "size")
+GROUP = ("ledger", "stage", "task", "arm", "model_string", "form", "size")
+BASELINE = 100                          # single first calls without which nothing is said of larger sizes
+
+
+class Arm:
+    """What the attempts of one group came to: a task and a model at one size, on one ledger or in an arm of a trial."""
+
+    def __init__(self, name: Mapping[str, Any]) -> None:
+        self.name = name                                    # by the words of GROUP
+        self.tally: Counter[str] = collections.Counter()
+        self.ms: List[int] = []
+        self.answers: Dict[int, str] = {}                   # text -> what was answered, comparable
+        self.calls: List[List[int]] = []                    # the texts of each accepted call, in the order sent
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Count one attempt row."""
+        add_row(self.tally, row)
+        self.ms.append(row["ms"] if type(row.get("ms")) is int else 0)
+        if row["verdict"] == "ok":
+            keys = [key_of(sha) for sha in row["text_sha"]]
+            self.calls.append(keys)
+            for key, name in zip(keys, row["batch"]):
+                answer = row["answers"][name]
+                word = _sorted_json(answer.strip() if isinstance(answer, str) else answer)
+                self.answers.setdefault(key, word if len(word) < 40 else text_digest(word)[:32])
+
+    def agreement(self, other: Arm) -> Optional[float]:
+        """The share of equal answers among the texts that both have answered."""
+        shared = [key for key in self.answers if key in other.answers]
+        return sum(self.answers[key] == other.answers[key] for key in shared) / len(shared) if shared else None
+
+
+class Comparison(NamedTuple):
+    """An arm against the first arm of size 1 and its repetition; None where there is nothing to compare."""
+
+    agreement: Optional[float] = None           # with size 1
+    kappa: Optional[float] = None               # of labels
+    floor: Optional[float] = None               # agreement of size 1 with its own repetition
+    differences: Sequence[float] = ()           # by call: share of other answers, less the floor's on the same texts
+    halves: Tuple[Optional[float], Optional[float]] = (None, None)      # share of other answers by half of the prompt
+
+
+def compared(arm: Arm, base: Arm, again: Optional[Arm], labels: bool) -> Comparison:
+    """Compare an arm with size 1 and its repetition, text by text."""
+    pairs = [(base.answers[key], arm.answers[key]) for key in arm.answers if key in base.answers]
+    differences, halves = [], ([0, 0], [0, 0])
+    for keys in arm.calls:
+        shifts = []
+        for place, key in enumerate(keys):
+            if key in base.answers:
+                differs = arm.answers[key] != base.answers[key]
+                half = halves[2 * place >= len(keys)]
+                half[0], half[1] = half[0] + differs, half[1] + 1
+                if again is not None and key in again.answers:
+                    shifts.append(differs - (base.answers[key] != again.answers[key]))
+        differences += [sum(shifts) / len(shifts)] if shifts else []
+    first, second = (wrong / count if count else None for wrong, count in halves)
+    return Comparison(arm.agreement(base), kappa(pairs) if labels else None,
+                      None if again is None else base.agreement(again), differences,
+                      (first, second) if arm.name["size"] > 1 else (None, None))
+
+
+def decided(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Tuple[str, str]:
+    """The decision on an arm's size, and why: baseline first, baseline, not yet, safe, not safe."""
+    first, failed = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"]
+    if arm.name["size"] == 1:
+        return "baseline", "%d single first calls" % first
+    if base is None or base.tally["first"] < BASELINE:
+        return "baseline first", "%d of %d single first calls of this model and task" % (
+            base.tally["first"] if base is not None else 0, BASELINE)
+    rates, shift = failure_limits(failed, first), mean_limits(found.differences)
+    if rates.low > options.max_failure:
+        return "not safe", "first passes fail in more than %.1f %% of calls (%s failed)" % (
+            100 * options.max_failure, rate(failed, first))
+    if shift.low > options.margin:
+        return "not safe", "answers differ by more than %.1f points beyond the floor (%.1f to %.1f); see explain" % (
+            100 * options.margin, 100 * shift.low, 100 * shift.high)
+    if arm.name["form"] == "keyed":
+        return "not yet", "the grammar holds the ids here, so that their form is no evidence; judge the answers by hand"
+    if rates.high > options.max_failure:
+        return "not yet", "%d clean calls more would show first-pass failures of at most %.1f %%" % (
+            calls_needed(failed, first, options.max_failure), 100 * options.max_failure)
+    if found.floor is None:
+        return "not yet", "no second arm of size 1 says how much the model disagrees with itself"
+    if shift.high > options.margin:
+        more = more_calls(found.differences, shift, options.margin)
+        return "not yet", "answers differ by %.1f to %.1f points beyond the floor after %d calls; %s" % (
+            100 * shift.low, 100 * shift.high, len(found.differences), more)
+    return "safe", "first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the floor; %s" % (
+        100 * rates.high, 100 * shift.high, saving(arm, base))
+
+
+def more_calls(differences: Sequence[float], shift: Limits, margin: float) -> str:
+    """How many calls would settle it if nothing changed: a limit narrows as the root of their number."""
+    mean = sum(differences) / len(differences) if differences else 0.0
+    if not differences or mean >= margin:
+        return "more calls of this kind would not show less"
+    return "about %d calls would settle it if nothing changed" % math.ceil(
+        len(differences) * ((shift.high - mean) / (margin - mean)) ** 2)
+
+
+def calls_per_item(arm: Arm) -> float:
+    """Expected calls for an item: the first, the retry of a failure, then each item alone."""
+    size, tally = arm.name["size"], arm.tally
+    failure = 1 - tally["first_ok"] / tally["first"] if tally["first"] else 0.0
+    rescue = tally["rescued"] / tally["retried"] if tally["retried"] else 0.0
+    alone = failure * (1 - rescue) * size if size > 1 else 0.0
+    return (1 + failure + alone) / size  # type: ignore[no-any-return]
+
+
+def saving(arm: Arm, base: Arm) -> str:
+    """What a size saves against size 1, and from which failure rate on it would not."""
+    size, tally, single = arm.name["size"], arm.tally, calls_per_item(base)
+    rescue = tally["rescued"] / tally["retried"] if tally["retried"] else 0.0
+    even = (size * single - 1) / (1 + (1 - rescue) * size)
+    return "%.2f calls an item instead of %.2f, which pays until %.0f %% of first passes fail" % (
+        calls_per_item(arm), single, 100 * min(1.0, even))
+
+
+def quantile(values: Sequence[int], share: float) -> Optional[int]:
+    """The value below which this share of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Dict[str, Any]:
+    """An arm as data, as --json gives it."""
+    tally, items = arm.tally, arm.tally["answered"] + arm.tally["quarantined"]
+    rates, shift = failure_limits(tally["first"] - tally["first_ok"], tally["first"]), mean_limits(found.differences)
+    decision, why = decided(arm, base, found, options)
+    tokens = tally["tokens_in"] + tally["tokens_out"]
+    return {
+        **arm.name, "calls": tally["calls"], "items": items,
+        "first_pass": tally["first_ok"] / tally["first"] if tally["first"] else None,
+        "first_pass_low": 1 - rates.high, "first_pass_high": 1 - rates.low,
+        **{word: tally[word] for word in (
+            "first", "first_ok", "retried", "rescued", "fallbacks", "quarantined", "answered", "reordered", "tokens_in",
+            "tokens_out", "tokens_unknown")},
+        "calls_per_item": tally["calls"] / items if items else None,
+        "tokens_per_item": tokens / items if items and tokens else None,
+        "ms_p50": quantile(arm.ms, 0.5), "ms_p95": quantile(arm.ms, 0.95),
+        "agreement": found.agreement, "kappa": found.kappa, "floor": found.floor,
+        "difference_low": shift.low if found.differences else None,
+        "difference_high": shift.high if found.differences else None,
+        "half_first": found.halves[0], "half_second": found.halves[1],
+        "verdicts": part_of(tally, "verdict "), "normalised": part_of(tally, "normalised "),
+        "decision": decision, "why": why}
+
+
+def arm_lines(arm: Arm, data: Mapping[str, Any]) -> Iterator[str]:
+    """An arm in words."""
+    def percent(value: Optional[float]) -> str:
+        return "-" if value is None else "%.1f %%" % (100 * value)
+    name = arm.name
+    yield "stage %s, task %s, %smodel %s, %s, size %s" % (
+        name["stage"], name["task"], "" if name["arm"] is None else "arm %s, " % name["arm"],
+        name["model_string"] or "(not named by the endpoint)", name["form"], name["size"])
+    yield from tally_lines(arm.tally)
+    yield "  %-18s %s to %s, however often one looks" % ("first pass between", percent(data["first_pass_low"]),
+                                                        percent(data["first_pass_high"]))
+    yield "  %-18s %.2f calls, %s tokens; a call takes %s ms, one in twenty %s ms or more" % (
+        "an item costs", data["calls_per_item"] or 0, "unknown" if data["tokens_per_item"] is None else
+        "%.0f" % data["tokens_per_item"], data["ms_p50"], data["ms_p95"])
+    if data["agreement"] is not None:
+        yield "  %-18s %s of answers (kappa %s); floor: size 1 with itself %s" % (
+            "agrees with size 1", percent(data["agreement"]), "-" if data["kappa"] is None else "%.2f" % data["kappa"],
+            percent(data["floor"]))
+    if data["half_first"] is not None:
+        yield "  %-18s %s in the first half of the prompt, %s in the second" % (
+            "differing answers", percent(data["half_first"]), percent(data["half_second"]))
+    yield "  %-18s %s" % ("decision", data["decision"] + ": " + data["why"])
 
 
 def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
-    """Print what a ledger's calls came to by GROUP, the failures by kind, and which lines are damaged."""
-    groups: Dict[Tuple[Any, ...], Counter[str]] = collections.defaultdict(collections.Counter)
+    """Print what the calls on ledgers came to by GROUP, the failures by kind, and which lines are damaged."""
+    arms: Dict[Tuple[Any, ...], Arm] = {}
     failures: Counter[str] = collections.Counter()
-    held: Dict[Tuple[Any, ...], Tuple[Any, ...]] = {}       # (task, arm, text) in quarantine now -> by whom
+    held: Dict[Tuple[Any, ...], Arm] = {}               # (ledger, task, arm, text) in quarantine now -> by whom
+    labels: Set[str] = set()                            # tasks whose answers are labels
+    damaged: Dict[str, List[int]] = {}
 
-    def take(line: Line) -> None:
+    def take(ledger: str, line: Line) -> None:
         row = line.row or {}
-        if row["event"] == "attempt":
-            group = tuple(row.get(name) for name in GROUP)
-            add_row(groups[group], row)
+        if row["event"] == "run" and labels_of(an_object(row["task"].get("fields")).get("answer")):
+            labels.add(row["fingerprint"])
+        elif row["event"] == "attempt":
+            name = {"ledger": ledger, **{word: row.get(word) for word in GROUP[1:]}}
+            arm = arms.setdefault(tuple(name.values()), Arm(name))
+            arm.add(row)
             for sha in row["text_sha"] if row["verdict"] == "ok" or "quarantined" in row else ():
-                held.pop((row["task"], row.get("arm"), sha), None)
-                if "quarantined" in row:
-                    held[row["task"], row.get("arm"), sha] = group
+                place = (ledger, row["task"], row.get("arm"), sha)
+                held.pop(place, None)
+                held.update({place: arm} if "quarantined" in row else {})
         elif row["event"] == "failure":
             failures["429"] += row.get("coalesced", 0)          # the waits of an episode that have no row of their own
             if "batch" in row:
                 failures[str(row.get("status") or row.get("kind"))] += 1
-    damaged = replay(options.ledger, take).damaged
-    for group in groups:
-        groups[group]["quarantined"] = 0
-    for group in held.values():
-        groups[group]["quarantined"] += 1
+    for path in options.ledger:
+        damaged[path] = list(replay(path, functools.partial(take, path)).damaged)
+    for arm in held.values():
+        arm.tally["quarantined"] += 1
+    unsafe, datas = False, []
+    for arm in arms.values():
+        alike = [other for other in arms.values() if other.name["size"] == 1 and all(
+            other.name[word] == arm.name[word] for word in ("stage", "task", "model_string", "form"))]
+        base, again = alike[0] if alike else None, alike[1] if len(alike) > 1 else None
+        found = Comparison() if base is None or base is arm else compared(arm, base, again, arm.name["task"] in labels)
+        datas.append(arm_data(arm, base, found, options))
+        unsafe = unsafe or (arm.name["size"] == options.fail_unless_safe and datas[-1]["decision"] != "safe")
+    seen = {arm.name["size"] for arm in arms.values()}
+    code = QUARANTINED_LEFT if unsafe or options.fail_unless_safe not in (None, *seen) else DONE
     failures = +failures
+    lines = [number for numbers in damaged.values() for number in numbers]
     if options.json:
-        arms = [{**dict(zip(GROUP, name)), **{word: count for word, count in tally.items() if " " not in word},
-                 "verdicts": part_of(tally, "verdict "), "normalised": part_of(tally, "normalised ")}
-                for name, tally in groups.items()]
-        out(json.dumps({"arms": arms, "failures": failures, "damaged_lines": damaged}, indent=1))
-        return DONE
-    for (stage, task, arm, model_string, form, size), tally in groups.items():
-        out("stage %s, task %s, %smodel %s, %s, size %s" % (
-            stage, task, "" if arm is None else "arm %s, " % arm, model_string or "(not named by the endpoint)", form,
-            size))
-        out("\n".join(tally_lines(tally)))
-    if not groups:
+        out(json.dumps({"arms": datas, "failures": failures, "damaged_lines": lines}, indent=1))
+        return code
+    for arm, data in zip(arms.values(), datas):
+        out("\n".join(arm_lines(arm, data)))
+    if not arms:
         out("no replies on this ledger: first pass ok %s" % rate(0, 0))
     if failures:
         out("calls without a reply: " + counts(failures))
-    if damaged:
-        out("damaged lines, skipped: " + ", ".join(map(str, damaged[:MAX_REPORTED])))
-    return DONE
+    for path, numbers in damaged.items():
+        if numbers:
+            out("damaged lines, skipped: %s (%s)" % (", ".join(map(str, numbers[:MAX_REPORTED])), path))
+    return code
 
 
 Touching = Tuple[int, Dict[str, Any]]                           # the number of a ledger line and its row
@@ -3351,6 +3530,7 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
+SHARE = checked(r"(0?\.\d{1,6})", "a share such as 0.05", float)
 SIZES = checked(r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
                 lambda text: [int(size) for size in text.split(",")])
 PARAMETER = checked(r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
@@ -3371,7 +3551,13 @@ def parser() -> Parser:
     explain = commands.add_parser("explain", help="all that the ledger holds about one item", allow_abbrev=False)
     report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
     export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
-    for command in (run, trial, report_, explain, export_):
+    report_.add_argument("--ledger", nargs="+", default=[os.path.join("runs", "ledger.jsonl")], metavar="FILE",
+                         help="one or several (default runs/ledger.jsonl)")
+    report_.add_argument("--max-failure", type=SHARE, default=0.05, metavar="P", help="of first passes (default 0.05)")
+    report_.add_argument("--margin", type=SHARE, default=0.02, metavar="P",
+                         help="of answers that may differ beyond the floor (default 0.02)")
+    report_.add_argument("--fail-unless-safe", type=POSITIVE, metavar="K", help="exit 1 unless size K is safe")
+    for command in (run, trial, explain, export_):
         command.add_argument("--ledger", default=os.path.join("runs", "ledger.jsonl"), metavar="FILE",
                              help="default %(default)s")
     _add_input(run)

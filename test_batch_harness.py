@@ -2893,6 +2893,87 @@ class Trials(EndpointCase):
         self.assertIn("nothing to do: 90 of 90 items answered", self.trial()[1])
         self.assertEqual(self.bytes("t.jsonl"), before)
 
+    MODEL = """
+import re
+asked = {}
+def ask(prompt):
+    found = re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.M)
+    asked[prompt] = asked.get(prompt, 0) + 1
+    rows = []
+    for place, (name, text) in enumerate(found):
+        number = int(text.split()[-1])
+        label = "good" if number % 3 else "bad"
+        TWIST
+        rows.append('{"id": "%s", "answer": "%s"}' % (name, label))
+    return "[" + ", ".join(rows) + "]"
+"""
+
+    def decisions(self, count, twist, *more, sizes="1,1,2", report=()):
+        """Arms of a trial with a model of the user's own, as data, by their place."""
+        self.items_file(count)
+        self.write("model.py", self.MODEL.replace("TWIST", twist))
+        code, out, err = self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--workers", "1", "--labels", "good,bad", "--instruction", "Judge.",
+                                   "--sample", str(count), "--sizes", sizes, "--ledger", "t.jsonl", *more)
+        self.assertIn(code, (0, 1), out + err)
+        self.code, out, err = self.main("report", "--ledger", "t.jsonl", "--json", *report)
+        arms = {arm["arm"]: arm for arm in json.loads(out)["arms"]}
+        os.remove("t.jsonl")
+        return arms
+
+    def test_a_size_that_keeps_form_and_answers_is_safe(self):
+        arms = self.decisions(330, "pass", report=["--fail-unless-safe", "2"])
+        self.assertEqual([arms[n]["decision"] for n in range(3)], ["baseline", "baseline", "safe"], arms[2]["why"])
+        self.assertEqual((arms[2]["agreement"], arms[2]["kappa"], arms[2]["floor"], arms[2]["half_first"], self.code), (1.0, 1.0, 1.0, 0.0, 0))
+        self.assertIn("0.50 calls an item instead of 1.00, which pays until 33 % of first passes fail", arms[2]["why"])
+        self.assertAlmostEqual(1 - arms[2]["first_pass_low"], bh.failure_limits(0, 165).high)
+
+    def test_a_size_that_changes_answers_is_not_safe_though_its_form_is_perfect(self):
+        arms = self.decisions(400, "label = 'good' if place and number % 3 == 0 else label", report=["--fail-unless-safe", "2"])
+        self.assertEqual((arms[2]["decision"], self.code), ("not safe", 1), arms[2]["why"])
+        self.assertIn("answers differ", arms[2]["why"])
+        self.assertEqual((arms[2]["half_first"], arms[2]["first_pass"]), (0.0, 1.0))
+        self.assertGreater(arms[2]["half_second"], 0.05)
+
+    def test_a_model_that_disagrees_with_itself_is_not_held_against_the_size(self):
+        arms = self.decisions(400, "label = 'bad' if hash((number, asked[prompt], len(found))) % 10 == 0 else label")
+        self.assertNotEqual(arms[2]["decision"], "not safe")
+        self.assertLess(arms[2]["agreement"], 1)
+
+    def test_a_size_that_breaks_the_form_is_not_safe(self):
+        arms = self.decisions(240, "name = '0' if place and number % 2 else name")
+        self.assertEqual(arms[2]["decision"], "not safe", arms[2]["why"])
+        self.assertIn("first passes fail in more than 5.0 %", arms[2]["why"])
+
+    def test_what_is_too_little_to_say_is_said(self):
+        self.assertEqual(self.decisions(60, "pass")[2]["decision"], "baseline first")
+        arms = self.decisions(120, "pass")
+        self.assertEqual(arms[2]["decision"], "not yet")
+        self.assertIn("14 clean calls more", arms[2]["why"])
+        self.assertIn("calls would settle it", self.decisions(160, "pass")[2]["why"])
+        self.assertIn("no second arm of size 1", self.decisions(160, "pass", sizes="1,2")[1]["why"])
+
+    def test_the_report_takes_ledgers_of_their_own_for_every_size(self):
+        self.items_file(330)
+        for size, ledger in ((1, "a.jsonl"), (1, "b.jsonl"), (2, "c.jsonl")):
+            self.main("--input", "items.jsonl", "--model", "demo", "--batch-size", size, "--ledger", ledger)
+        arms = json.loads(self.main("report", "--ledger", "a.jsonl", "b.jsonl", "c.jsonl", "--json")[1])["arms"]
+        self.assertEqual([(arm["ledger"], arm["size"], arm["decision"]) for arm in arms],
+                         [("a.jsonl", 1, "baseline"), ("b.jsonl", 1, "baseline"), ("c.jsonl", 2, "safe")])
+        text = self.main("report", "--ledger", "a.jsonl", "b.jsonl", "c.jsonl")[1]
+        self.assertIn("agrees with size 1 100.0 % of answers (kappa -); floor: size 1 with itself 100.0 %", text)
+        self.assertIn("decision           safe: first passes fail in at most", text)
+
+    def test_a_keyed_form_is_no_evidence(self):
+        self.items_file(330)
+        self.main("trial", "--input", "items.jsonl", "--model", "demo", "--structured", "--ledger", "t.jsonl", "--sample", "330")
+        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
+        self.assertEqual((arm["form"], arm["decision"]), ("keyed", "not yet"))
+
+    def test_an_arm_as_data_has_all_that_was_promised(self):
+        arm = self.decisions(8, "pass")[2]
+        for word in ["stage", "task", "arm", "model_string", "form", "size", "calls", "items", "first_pass", "first_pass_low", "first_pass_high", "rescued", "fallbacks", "quarantined", "calls_per_item", "tokens_per_item", "ms_p50", "ms_p95", "agreement", "kappa", "floor", "difference_low", "difference_high", "half_first", "half_second", "verdicts", "normalised", "decision", "why"]:
+            self.assertIn(word, arm)
+
     def test_run_export_and_other_arms_ignore_a_trials_answers(self):
         self.items_file(6)
         self.trial("--sizes", "1,2")
