@@ -1286,6 +1286,7 @@ class State:
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
         self.conflicts = 0                                      # accepted again with another row; the first counts
+        self.singles: Counter[str] = collections.Counter()      # single first calls of the task in any arm, by model
         self.demo: Optional[bool] = None                        # whether the ledger holds demo answers or real ones
         self._models: Dict[str, str] = {}                       # run -> model asked for
 
@@ -1294,8 +1295,13 @@ class State:
         if row["event"] == "run":
             self._models[row["run"]] = row["model"]
             self.demo = is_demo(row["model"])
-        elif row["event"] == "attempt" and row.get("arm") == self.arm:
-            if row["task"] == self.task.fingerprint:
+        elif row["event"] == "attempt":
+            mine = row["task"] == self.task.fingerprint
+            if mine and row["size"] == row["attempt"] == 1 and not row["fallback"]:
+                self.singles[self._models.get(row["run"], "?")] += 1
+            if row.get("arm") != self.arm:
+                return []
+            if mine:
                 return self._attempt(row)
             self.other_tasks[row["stage"], row["task"]] += len(row.get("answers", ()))
         return []
@@ -3049,6 +3055,12 @@ GROUP = ("ledger", "stage", "task", "arm", "model_string", "form", "size")
 BASELINE = 100                          # single first calls without which nothing is said of larger sizes
 
 
+def comparable(answer: Any) -> str:
+    """A short text that is the same for answers that count as equal: free text is compared stripped."""
+    word = _sorted_json(answer.strip() if isinstance(answer, str) else answer)
+    return word if len(word) < 40 else text_digest(word)[:32]
+
+
 class Arm:
     """What the attempts of one group came to: a task and a model at one size, on one ledger or in an arm of a trial."""
 
@@ -3067,14 +3079,12 @@ class Arm:
             keys = [key_of(sha) for sha in row["text_sha"]]
             self.calls.append(keys)
             for key, name in zip(keys, row["batch"]):
-                answer = row["answers"][name]
-                word = _sorted_json(answer.strip() if isinstance(answer, str) else answer)
-                self.answers.setdefault(key, word if len(word) < 40 else text_digest(word)[:32])
+                self.answers.setdefault(key, comparable(row["answers"][name]))
 
-    def agreement(self, other: Arm) -> Optional[float]:
-        """The share of equal answers among the texts that both have answered."""
-        shared = [key for key in self.answers if key in other.answers]
-        return sum(self.answers[key] == other.answers[key] for key in shared) / len(shared) if shared else None
+    def agreement(self, others: Mapping[int, str]) -> Optional[float]:
+        """The share of equal answers among the texts that have both."""
+        shared = [key for key in self.answers if key in others]
+        return sum(self.answers[key] == others[key] for key in shared) / len(shared) if shared else None
 
 
 class Comparison(NamedTuple):
@@ -3102,8 +3112,8 @@ def compared(arm: Arm, base: Arm, again: Optional[Arm], labels: bool) -> Compari
                     shifts.append(differs - (base.answers[key] != again.answers[key]))
         differences += [sum(shifts) / len(shifts)] if shifts else []
     first, second = (wrong / count if count else None for wrong, count in halves)
-    return Comparison(arm.agreement(base), kappa(pairs) if labels else None,
-                      None if again is None else base.agreement(again), differences,
+    return Comparison(arm.agreement(base.answers), kappa(pairs) if labels else None,
+                      None if again is None else base.agreement(again.answers), differences,
                       (first, second) if arm.name["size"] > 1 else (None, None))
 
 
@@ -3133,8 +3143,8 @@ def decided(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.
         more = more_calls(found.differences, shift, options.margin)
         return "not yet", "answers differ by %.1f to %.1f points beyond the floor after %d calls; %s" % (
             100 * shift.low, 100 * shift.high, len(found.differences), more)
-    return "safe", "first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the floor; %s" % (
-        100 * rates.high, 100 * shift.high, saving(arm, base))
+    return "safe", ("first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the floor; %s"
+                    % (100 * rates.high, 100 * shift.high, saving(arm, base)))
 
 
 def more_calls(differences: Sequence[float], shift: Limits, margin: float) -> str:
@@ -3167,6 +3177,16 @@ def saving(arm: Arm, base: Arm) -> str:
 def quantile(values: Sequence[int], share: float) -> Optional[int]:
     """The value below which this share of the values lies."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+
+
+def gold_data(arm: Arm, base: Optional[Arm], gold: Mapping[int, str]) -> Dict[str, Any]:
+    """How often an arm answers as the gold labels say, and whether size 1 does so more often (McNemar's mid-p)."""
+    if not gold:
+        return {}
+    right = [{key for key in gold if one is not None and one.answers.get(key) == gold[key]} for one in (arm, base)]
+    both = {key for key in gold if base is not None and key in arm.answers and key in base.answers}
+    lost, won = len((right[1] - right[0]) & both), len((right[0] - right[1]) & both)
+    return {"accuracy": arm.agreement(gold), "lost": lost, "won": won, "p": mcnemar(lost, won)}
 
 
 def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Dict[str, Any]:
@@ -3211,10 +3231,44 @@ def arm_lines(arm: Arm, data: Mapping[str, Any]) -> Iterator[str]:
         yield "  %-18s %s of answers (kappa %s); floor: size 1 with itself %s" % (
             "agrees with size 1", percent(data["agreement"]), "-" if data["kappa"] is None else "%.2f" % data["kappa"],
             percent(data["floor"]))
+    if data.get("accuracy") is not None:
+        yield "  %-18s %s; against size 1 it lost %d right answers and won %d (p %.3g)" % (
+            "agrees with gold", percent(data["accuracy"]), data["lost"], data["won"], data["p"])
     if data["half_first"] is not None:
         yield "  %-18s %s in the first half of the prompt, %s in the second" % (
             "differing answers", percent(data["half_first"]), percent(data["half_second"]))
     yield "  %-18s %s" % ("decision", data["decision"] + ": " + data["why"])
+
+
+def compared_arms(arms: Sequence[Arm], labels: Set[str], gold: Mapping[int, str],
+                  options: argparse.Namespace) -> List[Dict[str, Any]]:
+    """Every arm as data, against the first arm of size 1 of its task, model and form, and that against the next."""
+    datas = []
+    for arm in arms:
+        alike = [other for other in arms if other.name["size"] == 1 and all(
+            other.name[word] == arm.name[word] for word in ("stage", "task", "model_string", "form"))]
+        base, again = alike[0] if alike else None, alike[1] if len(alike) > 1 else None
+        found = Comparison() if base is None or base is arm else compared(arm, base, again, arm.name["task"] in labels)
+        datas.append({**arm_data(arm, base, found, options), **gold_data(arm, base, gold)})
+    return datas
+
+
+def gold_labels(options: argparse.Namespace) -> Dict[int, str]:
+    """What the input itself says of its texts, by text; none without --gold-field."""
+    if options.gold_field is None:
+        return {}
+    if options.input is None:
+        raise HarnessError("--gold-field is a field of the input; name that with --input")
+    spec, gold = input_spec(options), {}
+    with contextlib.closing(Source(spec)) as texts, contextlib.closing(Source(spec._replace(
+            text_field=options.gold_field, template=None))) as labels:
+        for row, label in zip(texts.rows(), labels.rows()):
+            if row.error is None and label.error is None:
+                gold[key_of(text_digest(row.text))] = comparable(label.text)
+    if not gold:
+        raise HarnessError("no row of %s has a text in field %s; check --gold-field" % (
+            options.input, options.gold_field))
+    return gold
 
 
 def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
@@ -3245,16 +3299,10 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
         damaged[path] = list(replay(path, functools.partial(take, path)).damaged)
     for arm in held.values():
         arm.tally["quarantined"] += 1
-    unsafe, datas = False, []
-    for arm in arms.values():
-        alike = [other for other in arms.values() if other.name["size"] == 1 and all(
-            other.name[word] == arm.name[word] for word in ("stage", "task", "model_string", "form"))]
-        base, again = alike[0] if alike else None, alike[1] if len(alike) > 1 else None
-        found = Comparison() if base is None or base is arm else compared(arm, base, again, arm.name["task"] in labels)
-        datas.append(arm_data(arm, base, found, options))
-        unsafe = unsafe or (arm.name["size"] == options.fail_unless_safe and datas[-1]["decision"] != "safe")
-    seen = {arm.name["size"] for arm in arms.values()}
-    code = QUARANTINED_LEFT if unsafe or options.fail_unless_safe not in (None, *seen) else DONE
+    datas = compared_arms(list(arms.values()), labels, gold_labels(options), options)
+    wanted = [data["decision"] for data in datas if data["size"] == options.fail_unless_safe]
+    unsafe = options.fail_unless_safe is not None and set(wanted) != {"safe"}
+    code = QUARANTINED_LEFT if unsafe else DONE
     failures = +failures
     lines = [number for numbers in damaged.values() for number in numbers]
     if options.json:
@@ -3556,6 +3604,7 @@ def parser() -> Parser:
     report_.add_argument("--max-failure", type=SHARE, default=0.05, metavar="P", help="of first passes (default 0.05)")
     report_.add_argument("--margin", type=SHARE, default=0.02, metavar="P",
                          help="of answers that may differ beyond the floor (default 0.02)")
+    report_.add_argument("--gold-field", metavar="NAME", help="field of the input that holds the right answer")
     report_.add_argument("--fail-unless-safe", type=POSITIVE, metavar="K", help="exit 1 unless size K is safe")
     for command in (run, trial, explain, export_):
         command.add_argument("--ledger", default=os.path.join("runs", "ledger.jsonl"), metavar="FILE",
@@ -3564,6 +3613,7 @@ def parser() -> Parser:
     _add_input(trial)
     _add_input(export_)
     _add_input(explain, required=False)
+    _add_input(report_, required=False)
     explain.add_argument("id", metavar="ID", help="an id, the beginning of one, or your own key of its first row")
     _add_run(run)
     add = _add_run(trial)
@@ -3574,6 +3624,7 @@ def parser() -> Parser:
     add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
     add("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
     add("--limit", type=POSITIVE, metavar="N", help="ask at most N items now")
+    add("--baseline", metavar="LEDGER", help="another ledger that shows what the model does at size 1")
     report_.add_argument("--json", action="store_true", help="as data")
     export_.add_argument("--output", default="-", metavar="FILE", help=".csv for CSV, else JSONL (default stdout)")
     export_.add_argument("--raw-csv", action="store_true", help="leave cells that a spreadsheet would run as they are")
@@ -3771,6 +3822,8 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
             say("%d answers of stage %s belong to another wording of the task (%s, now %s) and do not count" % (
                 answers, stage, fingerprint, task.fingerprint))
     say(outlook(runner, frozen))
+    if options.command == "run" and options.batch_size > 1 and not is_demo(model.name):
+        say_baseline(state, task, model, options, say)
     if options.instruction is None and options.task is None:
         say("no --instruction given; asking: " + task.instruction)
     asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
@@ -3794,6 +3847,18 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         same = set(state.answered_by) <= {(model.name, runner.arms[0].size)}
         out("nothing to do: " + summary + ("" if same else words % ", ".join(by)))
     return closing_words(runner, answered, quarantined, out)
+
+
+def say_baseline(state: State, task: Task, model: Model, options: argparse.Namespace, say: Speaker) -> None:
+    """Say when nothing on the ledger, or on the one named as baseline, shows what the model does at size 1."""
+    singles = state.singles[model.name]
+    if options.baseline is not None:
+        base = State(task)
+        replay(options.baseline, lambda line: base.apply(line.row or {}))
+        singles += base.singles[model.name]
+    if singles < BASELINE:
+        say("no baseline: %d of %d single calls of this task and model; `trial` tells whether size %d is safe, and "
+            "--baseline LEDGER names a ledger that has them" % (singles, BASELINE, options.batch_size))
 
 
 def spent_words(runner: Runner) -> str:

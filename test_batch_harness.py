@@ -2969,6 +2969,27 @@ def ask(prompt):
         arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
         self.assertEqual((arm["form"], arm["decision"]), ("keyed", "not yet"))
 
+    def test_gold_labels_give_accuracy_and_what_a_size_lost(self):
+        rows = [{"text": "text number %d" % n, "gold": "good" if n % 3 else "bad"} for n in range(120)]
+        self.write("gold.jsonl", "".join(json.dumps(row) + "\n" for row in rows + [{"text": "unlabelled 7", "gold": None}]))
+        arms = self.decisions(120, "label = 'good' if place and number % 3 == 0 else label", report=["--input", "gold.jsonl", "--gold-field", "gold"])
+        self.assertEqual((arms[0]["accuracy"], arms[1]["accuracy"], arms[2]["accuracy"]), (1.0, 1.0, 100 / 120))
+        self.assertEqual((arms[2]["lost"], arms[2]["won"]), (20, 0))
+        self.assertAlmostEqual(arms[2]["p"], bh.mcnemar(20, 0))
+        self.write("l.jsonl", "")
+        for words, said in ((["--gold-field", "gold"], "--input"), (["--input", "gold.jsonl", "--gold-field", "none"], "check --gold-field")):
+            code, out, err = self.main("report", "--ledger", "l.jsonl", *words)
+            self.assertEqual(code, 2)
+            self.assertIn(said, err)
+
+    def test_a_run_at_a_larger_size_is_told_that_it_has_no_baseline(self):
+        server = self.serve()
+        self.assertIn("no baseline: 0 of 100 single calls", self.ask(server, 4, "--batch-size", "2")[2])
+        self.assertNotIn("no baseline", self.ask(server, 101, "--ledger", "base.jsonl")[2])
+        self.assertNotIn("no baseline", self.ask(server, 4, "--batch-size", "2", "--ledger", "new.jsonl", "--baseline", "base.jsonl")[2])
+        self.assertIn("no baseline: 0", self.ask(server, 4, "--batch-size", "2", "--ledger", "new2.jsonl", "--baseline", "base.jsonl", model="openai:other")[2])
+        self.assertNotIn("no baseline", self.main("--input", "items.jsonl", "--model", "demo", "--batch-size", "2", "--ledger", "demo.jsonl")[2])
+
     def test_an_arm_as_data_has_all_that_was_promised(self):
         arm = self.decisions(8, "pass")[2]
         for word in ["stage", "task", "arm", "model_string", "form", "size", "calls", "items", "first_pass", "first_pass_low", "first_pass_high", "rescued", "fallbacks", "quarantined", "calls_per_item", "tokens_per_item", "ms_p50", "ms_p95", "agreement", "kappa", "floor", "difference_low", "difference_high", "half_first", "half_second", "verdicts", "normalised", "decision", "why"]:
