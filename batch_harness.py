@@ -1286,6 +1286,7 @@ class State:
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
         self.conflicts = 0                                      # accepted again with another row; the first counts
+        self.sizes: Optional[List[int]] = None                  # of the task's trial on the ledger
         self.singles: Counter[str] = collections.Counter()      # single first calls of the task in any arm, by model
         self.demo: Optional[bool] = None                        # whether the ledger holds demo answers or real ones
         self._models: Dict[str, str] = {}                       # run -> model asked for
@@ -1295,6 +1296,8 @@ class State:
         if row["event"] == "run":
             self._models[row["run"]] = row["model"]
             self.demo = is_demo(row["model"])
+            if row["fingerprint"] == self.task.fingerprint and "arms" in row:
+                self.sizes = row["arms"]
         elif row["event"] == "attempt":
             mine = row["task"] == self.task.fingerprint
             if mine and row["size"] == row["attempt"] == 1 and not row["fallback"]:
@@ -1735,7 +1738,7 @@ def read_response(receive: Callable[[], bytes]) -> Response:
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
         version, status = first[:9], first[9:12]
         if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not re.match("[1-5][0-9][0-9]", status):
-            raise ValueError("it does not speak HTTP: " + first[:80])
+            raise ValueError("it does not speak HTTP: " + first)
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -1747,8 +1750,8 @@ def read_response(receive: Callable[[], bytes]) -> Response:
     elif chunked:
         body = b"".join(inbox.chunks())
     else:
-        body = inbox.rest() if length is None else inbox.take(int(length))
-    if headers.get("content-encoding", "") in ("gzip", "x-gzip", "deflate"):        # unasked, as some gateways do
+        body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
+    if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
         body = zlib.decompressobj(47).decompress(body, MAX_REPLY)
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
@@ -1789,9 +1792,12 @@ class Client:
             import ssl
             self._context = ssl.create_default_context()
         logins = [] if self._proxy is None else [self._proxy.password or "", *(v[6:] for v in self._login.values())]
-        secrets = [secret, *logins, *(pair.partition("=")[2] for pair in url.query.split("&"))]
+        pairs = [pair.partition("=") for pair in url.query.split("&")]
+        secrets = [secret, *logins, *(value for _, _, value in pairs)]
         self.mask: Callable[[str], str] = functools.partial(secret_pattern(secrets, 3).sub, "***")
-        self.mask_long: Callable[[str], str] = functools.partial(secret_pattern([secret], 16).sub, "***")
+        keys = [value for name, _, value in pairs if re.search("(?i)key|token|secret|sig|auth|pass", name)]
+        self.mask_long: Callable[[str], str] = functools.partial(
+            secret_pattern([secret, *logins, *keys], 16).sub, "***")
         self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> when that has to end
 
     def head(self, method: str, path: str) -> bytes:
@@ -2354,10 +2360,21 @@ class Flight:
         return [] if self._asks is before else jobs         # the others of this step are on their way
 
 
+class Sample(NamedTuple):
+    """Rows that are held, to be read by several arms at once."""
+
+    name: str
+    held: List[Row]
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, in the order of the input."""
+        return iter(self.held)
+
+
 class Pending:
     """What is to be asked at one size: the items of the input that are not settled, as flights."""
 
-    def __init__(self, source: Source, state: State, size: int, options: argparse.Namespace) -> None:
+    def __init__(self, source: Union[Source, Sample], state: State, size: int, options: argparse.Namespace) -> None:
         self.source, self.state, self.size, self.options = source, state, size, options
         self.policy = Policy(options.attempts, options.on_failure)
         self.unfrozen = 0                                   # rows that were not there at the first pass
@@ -2512,6 +2529,7 @@ class Runner:
         self._doubtful: List[Tuple[Job, Judged]] = []               # refused while no call had succeeded
         self._prompt_head = prompt_head(task)
         self._in_flight, self._waiting, self._began, self._deadline = 0, 0, 0.0, math.inf
+        self._refusals = 0                                          # in a row, that do not name the content
 
     # ---- the threads ----
 
@@ -2634,6 +2652,12 @@ class Runner:
         while not self.code:
             now = time.monotonic()
             ready, opens, spent = self._fill(now), self.pace.opens(self._in_flight), self._spent(now)
+            if self.tally["refused"] >= DOUBTFUL and not self._proven():
+                if not self._in_flight:         # else one of those may still succeed
+                    self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts" % (
+                        self.tally["refused"], self._why_refused()), STOPPED)
+                    continue
+                opens = math.inf
             if spent and (ready or self._delayed):
                 self._stop(spent, STOPPED)
             elif ready and opens <= now:
@@ -2653,6 +2677,10 @@ class Runner:
                 break
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
         return None
+
+    def _why_refused(self) -> str:
+        """What the endpoint said to the last call that it refused."""
+        return str(self._doubtful[-1][1].row.get("detail")) if self._doubtful else "see the ledger"
 
     def _spent(self, now: float) -> str:
         """Which budget of the run is used up, in words."""
@@ -2697,11 +2725,12 @@ class Runner:
         self._in_flight -= 1
         if isinstance(came, CallFailed):
             self._failed(job, came)
-        elif came.refusal is not None and not (came.refusal.certain and self.tally["replies"]):
-            self._doubt(job, came, came.refusal)
+        elif came.refusal is not None:
+            self._refused(job, came, came.refusal)
         else:
             self.pace.replied()
-            self.tally["replies"] += came.refusal is None
+            self.tally["replies"] += 1
+            self._refusals = 0
             self._reject_doubtful()
             self._record(*job, came)
             if came.cut:
@@ -2712,16 +2741,25 @@ class Runner:
         if self._waiting:
             self._work.notify(1 + len(self._ready) + len(self._delayed))
 
-    def _doubt(self, job: Job, judged: Judged, refusal: CallFailed) -> None:
-        """Put a refusal aside until a reply shows that it was for the content; too many in a row stop the run."""
-        self._doubtful.append((job, judged))
+    def _refused(self, job: Job, judged: Judged, refusal: CallFailed) -> None:
+        """A refusal is a verdict on the content, unless all calls may be refused: while none to this model has
+        succeeded, what would quarantine is put aside; later many in a row, which name no content, stop the run.
+        """
         self.tally["refused"] += 1
-        if not self.tally["replies"] and self.tally["refused"] >= DOUBTFUL:
-            self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts"
-                       % (DOUBTFUL, refusal.detail), STOPPED)
-        elif len(self._doubtful) >= MAX_STRIKES:
-            self._stop("%d calls in a row were refused (%s); check the account, or leave these texts out"
-                       % (MAX_STRIKES, refusal.detail), STOPPED)
+        self._refusals += not refusal.certain
+        if not self._proven() and job[1].quarantines(REJECTED):
+            self._doubtful.append((job, judged))
+        else:
+            self._record(*job, judged)
+        if self._refusals >= MAX_STRIKES:
+            self._stop("%d calls in a row were refused (%s); check the account, then ask again what they put into "
+                       "quarantine (--retry-quarantined), or leave these texts out" % (
+                           self._refusals, refusal.detail), STOPPED)
+
+    def _proven(self) -> bool:
+        """Whether a call to this model has succeeded, in this run or an earlier one of the ledger."""
+        return bool(self.tally["replies"]) or any(
+            model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
 
     def _reject_doubtful(self) -> None:
         """Nothing speaks against it that these calls were refused for their content: a verdict, like any other."""
@@ -3051,6 +3089,23 @@ def counts(tally: Mapping[str, int]) -> str:
     return ", ".join("%s %d" % entry for entry in entries) or "none"
 
 
+def write_whole(path: str, write: Callable[[IO[bytes]], Any], option: str) -> None:
+    """Write a file that appears whole or not at all; a device or a pipe is written as it is."""
+    target = os.path.realpath(path)
+    whole = os.path.isfile(target) or not os.path.exists(target)
+    partial = "%s.%d.part" % (target, os.getpid()) if whole else target
+    try:
+        with open(partial, "wb") as file:
+            write(file)
+        if whole:
+            os.replace(partial, target)
+    except OSError as error:
+        raise HarnessError("cannot write %s: %s; check %s" % (path, error.strerror, option))
+    finally:
+        if whole and os.path.exists(partial):
+            os.remove(partial)
+
+
 GROUP = ("ledger", "stage", "task", "arm", "model_string", "form", "size")
 BASELINE = 100                          # single first calls without which nothing is said of larger sizes
 
@@ -3213,10 +3268,13 @@ def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse
         "decision": decision, "why": why}
 
 
+def percent(value: Optional[float]) -> str:
+    """A share in words: 97.5 %."""
+    return "-" if value is None else "%.1f %%" % (100 * value)
+
+
 def arm_lines(arm: Arm, data: Mapping[str, Any]) -> Iterator[str]:
     """An arm in words."""
-    def percent(value: Optional[float]) -> str:
-        return "-" if value is None else "%.1f %%" % (100 * value)
     name = arm.name
     yield "stage %s, task %s, %smodel %s, %s, size %s" % (
         name["stage"], name["task"], "" if name["arm"] is None else "arm %s, " % name["arm"],
@@ -3271,49 +3329,194 @@ def gold_labels(options: argparse.Namespace) -> Dict[int, str]:
     return gold
 
 
-def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
-    """Print what the calls on ledgers came to by GROUP, the failures by kind, and which lines are damaged."""
-    arms: Dict[Tuple[Any, ...], Arm] = {}
-    failures: Counter[str] = collections.Counter()
-    held: Dict[Tuple[Any, ...], Arm] = {}               # (ledger, task, arm, text) in quarantine now -> by whom
-    labels: Set[str] = set()                            # tasks whose answers are labels
-    damaged: Dict[str, List[int]] = {}
+PAGE = string.Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<title>$title</title><style>
+:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --mark: #0a5bbd; --soft: #f2f2f5 }
+@media (prefers-color-scheme: dark) {
+ :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --mark: #7db8ff; --soft: #232329 } }
+body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 1rem auto;
+ max-width: 60rem; padding: 0 1rem; overflow-wrap: anywhere }
+div.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left; vertical-align: top }
+pre { background: var(--soft); padding: .5rem; white-space: pre-wrap; font-size: .85rem; margin: 0 }
+svg { width: 100%; max-width: 40rem; height: auto } svg text { fill: var(--ink); font-size: 13px }
+svg line { stroke: var(--line) } svg .mark { stroke: var(--mark); stroke-width: 3; fill: var(--mark) }
+</style></head><body><h1>$title</h1>
+<p>Whether an id is right, the program proves; whether an answer is right, a person must judge.</p>
+$body
+</body></html>
+""")
+SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
+
+
+def as_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """An HTML table; a cell that is a pair is ("pre", text)."""
+    import html
+
+    def cell(value: Any) -> str:
+        if isinstance(value, tuple):
+            return "<td><pre>%s</pre></td>" % html.escape(value[1])
+        return "<td>%s</td>" % html.escape("-" if value is None else str(value))
+    body = "\n".join("<tr>%s</tr>" % "".join(map(cell, row)) for row in rows)
+    names = "".join("<th>%s</th>" % html.escape(name) for name in head)
+    return '<div class="wide"><table><tr>%s</tr>\n%s</table></div>' % (names, body)
+
+
+Mark = Tuple[str, Optional[float], Optional[float], Optional[float]]        # label, value, low, high
+
+
+def as_plot(marks: Sequence[Mark], top: float, unit: str) -> str:
+    """An SVG of marks beside each other, on a scale from 0 to `top`."""
+    import html
+    step, parts = 600 / max(1, len(marks)), []
+    for share in (0, 0.5, 1):
+        y = 200 - 180 * share
+        parts.append('<line x1="40" x2="640" y1="%d" y2="%d"/><text x="2" y="%d">%s</text>' % (
+            y, y, y + 4, unit % (top * share)))
+    for place, (label, value, low, high) in enumerate(marks):
+        x = 40 + step * (place + 0.5)
+        parts.append('<text x="%d" y="222" text-anchor="middle">%s</text>' % (x, html.escape(label)))
+        if value is not None:
+            y, least, most = (200 - 180 * min(1, max(0, point) / top)
+                              for point in (value, low or 0, value if high is None else high))
+            if high is not None:
+                parts.append('<line class="mark" x1="%d" x2="%d" y1="%.1f" y2="%.1f"/>' % (x, x, least, most))
+            parts.append('<circle class="mark" cx="%d" cy="%.1f" r="5"/><text x="%d" y="%.1f">%s</text>' % (
+                x, y, x + 10, y + 4, unit % value))
+    return '<svg viewBox="0 0 650 230" role="img">%s</svg>' % "".join(parts)
+
+
+def page_of(datas: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], tables: Sequence[str]) -> str:
+    """The report as one page that needs no network and no script.  Everything from outside is escaped."""
+    import html
+    label = ["size %s%s" % (data["size"], "" if data["arm"] is None else ", arm %s" % data["arm"]) for data in datas]
+    shares = [[None if data[word] is None else 100 * data[word]
+               for word in ("first_pass", "first_pass_low", "first_pass_high")] for data in datas]
+    floors = sorted({data["floor"] for data in datas if data["floor"] is not None})
+    agreements = [(name, data["agreement"] and 100 * data["agreement"], None, None) for name, data in zip(label, datas)]
+    agreements += [("floor", 100 * floor, None, None) for floor in floors]
+    most = max([data["calls_per_item"] or 0 for data in datas] or [1]) or 1
+    head = ("arm", "stage", "task", "model", "form", "calls", "items", "first pass", "as size 1", "decision", "why")
+    rows = [(name, data["stage"], data["task"], data["model_string"], data["form"], data["calls"], data["items"],
+             percent(data["first_pass"]), percent(data["agreement"]), data["decision"], data["why"])
+            for name, data in zip(label, datas)]
+    verdicts = [(name, counts(data["verdicts"]), counts(data["normalised"])) for name, data in zip(label, datas)]
+    sheet = [(run.get("run"), run.get("at"), run.get("model"), run.get("host"),
+              encode(run.get("arms") or run.get("batch_size")), run.get("stage"), run.get("fingerprint"),
+              run["task"].get("instruction"), encode(run.get("params", {}))) for run in runs]
+    parts = [
+        "<h2>Decisions</h2>", as_table(head, rows),
+        "<h2>First passes that kept their form, with limits that hold however often one looks</h2>",
+        as_plot([(name, share[0], share[1], share[2]) for name, share in zip(label, shares)], 100, "%.0f %%"),
+        "<h2>Answers as at size 1, against the floor (size 1 with itself)</h2>", as_plot(agreements, 100, "%.0f %%"),
+        "<h2>Calls an item</h2>",
+        as_plot([(name, data["calls_per_item"], None, None) for name, data in zip(label, datas)], most, "%.2f"),
+        "<h2>Verdicts</h2>", as_table(("arm", "verdicts", "normalised"), verdicts),
+        "<h2>Runs</h2>",
+        as_table(("run", "at", "model", "host", "sizes", "stage", "task", "instruction", "request"), sheet), *tables]
+    title = "batch_harness: %s" % (", ".join(sorted({str(d["model_string"]) for d in datas})) or "no replies")
+    return PAGE.substitute(title=html.escape(title), body="\n".join(parts))
+
+
+def inspection(options: argparse.Namespace, datas: Sequence[Mapping[str, Any]]) -> List[str]:
+    """The first answers beside their texts, and the quarantined items with their replies, as tables."""
+    texts: Dict[int, str] = {}
+    if options.input is not None:
+        with contextlib.closing(Source(input_spec(options))) as source:
+            for row in source.rows():
+                if row.error is None and len(texts) < SHOWN_ITEMS:
+                    texts.setdefault(key_of(text_digest(row.text)), row.text)
+    answers: Dict[Tuple[int, Tuple[Any, ...]], str] = {}
+    left: Dict[Tuple[Any, ...], Tuple[Any, ...]] = {}
 
     def take(ledger: str, line: Line) -> None:
         row = line.row or {}
-        if row["event"] == "run" and labels_of(an_object(row["task"].get("fields")).get("answer")):
-            labels.add(row["fingerprint"])
+        if row["event"] != "attempt" or not (row["verdict"] == "ok" or "quarantined" in row):
+            return
+        arm = (ledger, *(row.get(word) for word in GROUP[1:]))
+        for sha, name in zip(row["text_sha"], row["batch"]):
+            key = key_of(sha)
+            place = (key, *arm[:4])
+            left.pop(place, None)
+            if row["verdict"] == "ok" and key in texts:
+                answers.setdefault((key, arm), encode(row["answers"][name]))
+            elif row["verdict"] != "ok" and len(left) < SHOWN_ITEMS:
+                reply = ("pre", str(row.get("reply")))
+                left[place] = (name, texts.get(key), row["verdict"], row.get("detail"), reply)
+    for path in options.ledger:
+        replay(path, functools.partial(take, path))
+    arms = [tuple(data[word] for word in GROUP) for data in datas]
+    tables = ["<h2>The first %d texts and their answers, to be read by a person</h2>" % len(texts), as_table(
+        ("text", *("size %s%s" % (arm[6], "" if arm[3] is None else ", arm %s" % arm[3]) for arm in arms)),
+        [(text, *(answers.get((key, arm)) for arm in arms)) for key, text in texts.items()])] if texts else []
+    if left:
+        tables += ["<h2>Quarantined items and their last replies</h2>",
+                   as_table(("item", "text", "verdict", "detail", "reply"), left.values())]
+    return tables
+
+
+class Reading:
+    """What a report gathers from ledgers, line by line."""
+
+    def __init__(self) -> None:
+        self.arms: Dict[Tuple[Any, ...], Arm] = {}
+        self.failures: Counter[str] = collections.Counter()     # by HTTP status, or kind
+        self.labels: Set[str] = set()                           # tasks whose answers are labels
+        self.runs: List[Dict[str, Any]] = []
+        self._held: Dict[Tuple[Any, ...], Arm] = {}             # (ledger, task, arm, text) in quarantine now -> by whom
+
+    def take(self, ledger: str, line: Line) -> None:
+        """Take in one line."""
+        row = line.row or {}
+        if row["event"] == "run":
+            self.runs.append(row)
+            if labels_of(an_object(row["task"].get("fields")).get("answer")):
+                self.labels.add(row["fingerprint"])
         elif row["event"] == "attempt":
             name = {"ledger": ledger, **{word: row.get(word) for word in GROUP[1:]}}
-            arm = arms.setdefault(tuple(name.values()), Arm(name))
+            arm = self.arms.setdefault(tuple(name.values()), Arm(name))
             arm.add(row)
             for sha in row["text_sha"] if row["verdict"] == "ok" or "quarantined" in row else ():
                 place = (ledger, row["task"], row.get("arm"), sha)
-                held.pop(place, None)
-                held.update({place: arm} if "quarantined" in row else {})
+                self._held.pop(place, None)
+                self._held.update({place: arm} if "quarantined" in row else {})
         elif row["event"] == "failure":
-            failures["429"] += row.get("coalesced", 0)          # the waits of an episode that have no row of their own
+            self.failures["429"] += row.get("coalesced", 0)     # the waits of an episode that have no row of their own
             if "batch" in row:
-                failures[str(row.get("status") or row.get("kind"))] += 1
-    for path in options.ledger:
-        damaged[path] = list(replay(path, functools.partial(take, path)).damaged)
-    for arm in held.values():
-        arm.tally["quarantined"] += 1
-    datas = compared_arms(list(arms.values()), labels, gold_labels(options), options)
-    wanted = [data["decision"] for data in datas if data["size"] == options.fail_unless_safe]
-    unsafe = options.fail_unless_safe is not None and set(wanted) != {"safe"}
-    code = QUARANTINED_LEFT if unsafe else DONE
-    failures = +failures
-    lines = [number for numbers in damaged.values() for number in numbers]
+                self.failures[str(row.get("status") or row.get("kind"))] += 1
+
+    def settle(self) -> None:
+        """Count who is in quarantine, now that all is read."""
+        self.failures = +self.failures
+        for arm in self._held.values():
+            arm.tally["quarantined"] += 1
+
+
+def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Print what the calls on ledgers came to by GROUP, the failures by kind, and which lines are damaged."""
+    if options.html and os.path.realpath(options.html) in map(os.path.realpath, [*options.ledger, options.input or ""]):
+        raise HarnessError("--html names a ledger or the input; name another file")
+    reading = Reading()
+    damaged = {path: replay(path, functools.partial(reading.take, path)).damaged for path in options.ledger}
+    reading.settle()
+    arms = list(reading.arms.values())
+    datas = compared_arms(arms, reading.labels, gold_labels(options), options)
+    wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
+    code = DONE if options.fail_unless_safe is None or wanted == {"safe"} else QUARANTINED_LEFT
+    if options.html is not None:
+        page = page_of(datas, reading.runs, inspection(options, datas)).encode("utf-8", "backslashreplace")
+        write_whole(options.html, lambda file: file.write(page), "--html")
     if options.json:
-        out(json.dumps({"arms": datas, "failures": failures, "damaged_lines": lines}, indent=1))
+        lines = [number for numbers in damaged.values() for number in numbers]
+        out(json.dumps({"arms": datas, "failures": reading.failures, "damaged_lines": lines}, indent=1))
         return code
-    for arm, data in zip(arms.values(), datas):
+    for arm, data in zip(arms, datas):
         out("\n".join(arm_lines(arm, data)))
     if not arms:
         out("no replies on this ledger: first pass ok %s" % rate(0, 0))
-    if failures:
-        out("calls without a reply: " + counts(failures))
+    if reading.failures:
+        out("calls without a reply: " + counts(reading.failures))
     for path, numbers in damaged.items():
         if numbers:
             out("damaged lines, skipped: %s (%s)" % (", ".join(map(str, numbers[:MAX_REPORTED])), path))
@@ -3517,7 +3720,7 @@ def counted(rows: Iterable[Any], tally: Counter[Any], word: Callable[[Any], Any]
 
 
 def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: bool) -> None:
-    """Write an export.  A file appears whole or not at all."""
+    """Write an export, to a file or to standard output."""
     write = functools.partial(write_csv, task=task, raw=raw_csv) if output.endswith(".csv") else write_jsonl
     if output == "-":
         if sys.stdout is None:
@@ -3525,21 +3728,10 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
         write(rows, sys.stdout.buffer)
         sys.stdout.flush()
         return
-    target = os.path.realpath(output)
-    whole = os.path.isfile(target) or not os.path.exists(target)        # no device, no pipe
-    if whole and not output.endswith((".csv", ".jsonl", ".ndjson", ".json")):
+    ordinary = os.path.isfile(output) or not os.path.exists(output)
+    if ordinary and not output.endswith((".csv", ".jsonl", ".ndjson", ".json")):
         raise HarnessError("the ending of %s names no format; write a .csv or .jsonl file with --output" % output)
-    partial = "%s.%d.part" % (target, os.getpid()) if whole else target
-    try:
-        with open(partial, "wb") as file:
-            write(rows, file)
-        if whole:
-            os.replace(partial, target)
-    except OSError as error:
-        raise HarnessError("cannot write %s: %s; check --output" % (output, error.strerror))
-    finally:
-        if whole and os.path.exists(partial):
-            os.remove(partial)
+    write_whole(output, functools.partial(write, rows), "--output")
 
 
 # ====================================================================================================================
@@ -3604,6 +3796,7 @@ def parser() -> Parser:
     report_.add_argument("--max-failure", type=SHARE, default=0.05, metavar="P", help="of first passes (default 0.05)")
     report_.add_argument("--margin", type=SHARE, default=0.02, metavar="P",
                          help="of answers that may differ beyond the floor (default 0.02)")
+    report_.add_argument("--html", metavar="FILE", help="also as one page, with the first texts and answers (--input)")
     report_.add_argument("--gold-field", metavar="NAME", help="field of the input that holds the right answer")
     report_.add_argument("--fail-unless-safe", type=POSITIVE, metavar="K", help="exit 1 unless size K is safe")
     for command in (run, trial, explain, export_):
@@ -3745,11 +3938,14 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
         rows = counted(source.rows(), seen, lambda row: "good" if row.error is None else "bad")
         read, items = state.freeze(good_rows(rows, source.name, options.skip_bad))
         check_collision(source, state, options.id_length)       # before the ledger is made: bad input leaves no trace
+        asked: Union[Source, Sample] = source
         frozen, ledger = Frozen(read, items, seen["bad"], state.digest(options.id_length)), None
         if options.command == "trial":
             # Digests are as good as drawn: the least of them are the same sample on every machine.
             state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-        arms = [Pending(source, state if state.arm == arm else State(task, arm, state.status), size, options)
+            asked = Sample(source.name, [row for row in source.rows() if row.error is None
+                                         and key_of(text_digest(row.text)) in state.status])
+        arms = [Pending(asked, state if state.arm == arm else State(task, arm, state.status), size, options)
                 for arm, size in sizes]
 
         def take(row: Mapping[str, Any]) -> None:
@@ -3761,6 +3957,9 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
         elif os.path.exists(options.ledger):
             replay(options.ledger, lambda line: take(line.row or {}))
         check_collision(source, state, options.id_length)
+        if options.command == "trial" and state.sizes not in (None, options.sizes):
+            raise HarnessError("this ledger holds a trial of this task at --sizes %s; go on with these, or name another"
+                               " --ledger" % ",".join(map(str, state.sizes or ())))
         kinds = ("demo", "real") if state.demo else ("real", "demo")
         if state.demo is not None and state.demo is not is_demo(model.name):
             raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"

@@ -2057,17 +2057,15 @@ class Models(EndpointCase):
         self.assertEqual(self.rows("runs/ledger.jsonl"), [])
 
     def test_a_refused_content_is_a_verdict_once_a_call_has_succeeded(self):
-        for status, body, certain in (
-                (400, error_body(message="blocked", code="content_filter", param="prompt"), True), (413, b"<html>too large", True),
-                (400, error_body(message="long", code="context_length_exceeded", param="messages"), True), (422, b"", False),
-                (400, error_body(message="long", code=400, type="BadRequestError", param="input_tokens"), False)):
+        for status, body in ((400, error_body(message="blocked", code="content_filter", param="prompt")), (413, b"<html>too large"),
+                             (400, error_body(message="long", code="context_length_exceeded", param="messages")), (422, b""),
+                             (400, error_body(message="long", code=400, type="BadRequestError", param="input_tokens"))):
             server = self.serve(lambda prompt, n: (status, body, {}) if "number 3" in prompt else completion(reply_to_prompt(prompt)))
             code, out, err = self.ask(server, 6, "--batch-size", "2")
             self.assertEqual(code, 1, out + err)
             self.assertIn("5 of 6 items answered, 1 quarantined, 0 pending", out)
             self.assertEqual([(row["verdict"], len(row["batch"])) for row in self.rows("runs/ledger.jsonl")],
-                             [("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)] if certain else
-                             [("ok", 2), ("rejected", 2), ("ok", 2), ("ok", 1), ("rejected", 1)])       # set aside until the next reply
+                             [("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)])
             os.remove("runs/ledger.jsonl")
 
     def test_the_first_content_may_be_refused_before_any_call_succeeded(self):
@@ -2076,12 +2074,38 @@ class Models(EndpointCase):
         self.assertEqual((code, len(server.requests)), (1, 4), out + err)
         self.assertIn("3 of 4 items answered, 1 quarantined", out)
 
+    def test_refused_texts_end_the_same_however_the_run_was_cut(self):
+        server = self.serve(lambda prompt, n: (400, b"", {}) if re.search("number (17|18|19)<", prompt) else completion(reply_to_prompt(prompt)))
+        self.assertEqual(self.ask(server, 20, "--ledger", "whole.jsonl")[0], 1)
+        self.ask(server, 20, "--limit", "17")
+        code, out, err = self.ask(server, 20)
+        self.assertEqual(code, 1, out)
+        self.assertIn("17 of 20 items answered, 3 quarantined, 0 pending", out)
+
+    def test_a_refused_text_in_every_batch_blocks_no_other_text(self):
+        for status in (400, 413):
+            for workers in ("1", "4"):
+                server = self.serve(lambda prompt, n: (status, b"", {}) if re.search("number [0-9]*[05]<", prompt) else completion(reply_to_prompt(prompt)))
+                code, out, err = self.ask(server, 15, "--batch-size", "5", "--workers", workers)
+                self.assertEqual(code, 1, out)
+                self.assertIn("12 of 15 items answered, 3 quarantined, 0 pending", out)
+                os.remove("runs/ledger.jsonl")
+
+    def test_fast_refusals_wait_for_slow_successes(self):
+        def script(prompt, n):
+            if re.search("number [012]<", prompt):
+                return 400, b"", {}
+            time.sleep(0.3)
+            return completion(reply_to_prompt(prompt))
+        code, out, err = self.ask(self.serve(script), 10, "--workers", "4")
+        self.assertIn("7 of 10 items answered, 3 quarantined, 0 pending", out)
+
     def test_three_refusals_and_no_success_stop_the_run_and_quarantine_nothing(self):
         server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
         code, out, err = self.ask(server, 10, "--batch-size", "2")
         self.assertEqual((code, len(server.requests)), (3, 3))
         self.assertIn("0 of 10 items answered, 0 quarantined", out)
-        self.assertEqual(self.rows("runs/ledger.jsonl"), [])
+        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl") if "quarantined" in row], [])
 
     def test_a_refused_call_is_on_the_ledger_however_the_run_ends(self):
         server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
@@ -2203,12 +2227,13 @@ class Models(EndpointCase):
         self.assertEqual(self.rows("runs/ledger.jsonl")[0]["verdict"], "ok")
         self.assertFalse([row for row in self.rows("runs/ledger.jsonl") if row["verdict"] not in ("ok", "set_mismatch")])
 
-    def test_a_long_row_of_refusals_after_a_success_stops_the_run_and_quarantines_nothing(self):
+    def test_a_long_row_of_refusals_after_a_success_stops_the_run(self):
         expired = json.dumps({"type": "error", "error": {"type": "invalid_request_error", "message": "Your balance is too low."}}).encode()
         server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)) if n <= 3 else (400, expired, {}))
         code, out, err = self.ask(server, 40, model="anthropic:m")
         self.assertEqual((code, len(server.requests)), (3, 3 + bh.MAX_STRIKES), out + err)
-        self.assertIn("3 of 40 items answered, 0 quarantined, 37 pending", out)
+        self.assertIn("3 of 40 items answered, 10 quarantined, 27 pending", out)
+        self.assertIn("--retry-quarantined", out)
         self.assertIn("Your balance is too low", out)
 
     def test_google_names_reason_and_wait_in_its_details(self):
@@ -2990,6 +3015,41 @@ def ask(prompt):
         self.assertIn("no baseline: 0", self.ask(server, 4, "--batch-size", "2", "--ledger", "new2.jsonl", "--baseline", "base.jsonl", model="openai:other")[2])
         self.assertNotIn("no baseline", self.main("--input", "items.jsonl", "--model", "demo", "--batch-size", "2", "--ledger", "demo.jsonl")[2])
 
+    def test_the_page_needs_nothing_and_escapes_everything(self):
+        evil = '<script>alert("x")</script> & "quoted" \'text\' $body \u2028 \u5feb\u9012'
+        rows = [{"id": n, "text": "%s %d" % (evil, n)} for n in range(6)]
+        self.write("items.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        server = self.serve(lambda prompt, n: completion("<img src=x onerror=alert(1)>", model="<b>m</b>") if len(asked_in(prompt)) == 2 and n % 2 else
+                            completion(json.dumps([{"id": name, "answer": "<i>\u2028" + evil} for name, _ in asked_in(prompt)]), model="<b>m</b>"))
+        self.main("trial", "--input", "items.jsonl", "--model", "openai:<u>", "--base-url", server.base, "--ledger", "t.jsonl", "--sizes", "1,2", "--workers", "1",
+                  "--on-failure", "exclude", "--attempts", "1", "--instruction", "<h1>Judge</h1>")
+        self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", "page.html")[0], 0)
+        with open("page.html", encoding="utf-8") as file:
+            page = file.read()
+        for raw in ("<script", "<img", "<i>", "<u>", "<b>m", "<h1>Judge", "http://", "https://", "src=", "@import", "url("):
+            self.assertNotIn(raw, page.replace("http://127.0.0.1", "").replace("&lt;img src=x", ""), raw)
+        for part in ("&lt;script&gt;alert(&quot;x&quot;)", "$body", "\u5feb\u9012", "Quarantined items", "&lt;img src=x", "<svg", "prefers-color-scheme: dark", "width=device-width"):
+            self.assertIn(part, page)
+        import html.parser
+        opened, tags = [], []
+
+        class Checker(html.parser.HTMLParser):
+            def handle_starttag(self, tag, attrs):
+                tags.append(tag)
+                if tag not in ("meta", "line", "circle"):
+                    opened.append(tag)
+
+            def handle_startendtag(self, tag, attrs):
+                tags.append(tag)
+
+            def handle_endtag(self, tag):
+                assert opened.pop() == tag
+        Checker().feed(page)
+        self.assertEqual(opened, [])
+        self.assertLessEqual(set(tags), set("html head meta title style body h1 h2 p div table tr th td pre svg line circle text".split()))
+        for target in ("t.jsonl", "items.jsonl"):
+            self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", target)[0], 2)
+
     def test_an_arm_as_data_has_all_that_was_promised(self):
         arm = self.decisions(8, "pass")[2]
         for word in ["stage", "task", "arm", "model_string", "form", "size", "calls", "items", "first_pass", "first_pass_low", "first_pass_high", "rescued", "fallbacks", "quarantined", "calls_per_item", "tokens_per_item", "ms_p50", "ms_p95", "agreement", "kappa", "floor", "difference_low", "difference_high", "half_first", "half_second", "verdicts", "normalised", "decision", "why"]:
@@ -3021,6 +3081,23 @@ def ask(prompt):
         self.assertIn("arm 2, size 2: 0 of 300 items settled, about 150 calls if every reply is good, at most 600; at best it can show "
                       "failures below 2.7 % and differences below 2.1 points (150 full calls)", out)
         self.assertFalse(os.path.exists("t.jsonl"))
+
+    def test_a_trial_reads_its_sample_from_anywhere(self):
+        rows = "".join(json.dumps({"id": n, "text": "text number %d" % n}) + "\n" for n in range(1500)).encode()
+        run = subprocess.Popen([sys.executable, PROGRAM, "trial", "--input", "-", "--model", "demo", "--ledger", "t.jsonl", "--sample", "200"],
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        out, err = run.communicate(rows)
+        self.assertEqual(run.returncode, 0, err)
+        self.assertIn(b"600 of 600 items answered, 0 quarantined, 0 pending", out)
+
+    def test_a_trial_goes_on_with_its_own_sizes_only(self):
+        self.items_file(20)
+        self.trial("--sizes", "1,2")
+        for sizes in ("1,5", "2,1", "1", "1,2,2"):
+            code, out, err = self.trial("--sizes", sizes)
+            self.assertEqual(code, 2)
+            self.assertIn("--sizes 1,2;", err)
+        self.assertEqual(self.trial("--sizes", "1,5", "--instruction", "Another.")[0], 0)
 
     def test_sizes_that_are_none_are_refused(self):
         self.items_file(3)
