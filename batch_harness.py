@@ -3336,9 +3336,10 @@ PAGE = string.Template("""<!doctype html>
 @media (prefers-color-scheme: dark) {
  :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --mark: #7db8ff; --soft: #232329 } }
 body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 1rem auto;
- max-width: 60rem; padding: 0 1rem; overflow-wrap: anywhere }
+ max-width: 60rem; padding: 0 1rem; overflow-wrap: break-word }
 div.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left; vertical-align: top }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left; vertical-align: top;
+ max-width: 30rem }
 pre { background: var(--soft); padding: .5rem; white-space: pre-wrap; font-size: .85rem; margin: 0 }
 svg { width: 100%; max-width: 40rem; height: auto } svg text { fill: var(--ink); font-size: 13px }
 svg line { stroke: var(--line) } svg .mark { stroke: var(--mark); stroke-width: 3; fill: var(--mark) }
