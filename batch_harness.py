@@ -3501,7 +3501,8 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     reading = Reading()
     damaged = {path: replay(path, functools.partial(reading.take, path)).damaged for path in options.ledger}
     reading.settle()
-    arms = list(reading.arms.values())
+    arms = sorted(reading.arms.values(), key=lambda arm: (options.ledger.index(arm.name["ledger"]), (
+        math.inf if arm.name["arm"] is None else arm.name["arm"])))
     datas = compared_arms(arms, reading.labels, gold_labels(options), options)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
     code = DONE if options.fail_unless_safe is None or wanted == {"safe"} else QUARANTINED_LEFT
