@@ -3046,7 +3046,7 @@ def ask(prompt):
                 assert opened.pop() == tag
         Checker().feed(page)
         self.assertEqual(opened, [])
-        self.assertLessEqual(set(tags), set(["html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "table", "tr", "th", "td", "pre", "svg", "line", "circle", "text"]))
+        self.assertLessEqual(set(tags), {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "table", "tr", "th", "td", "pre", "svg", "line", "circle", "text"})
         for target in ("t.jsonl", "items.jsonl"):
             self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", target)[0], 2)
 
