@@ -8,7 +8,7 @@ sys.path.insert(0, os.getcwd())
 import batch_harness as bh  # noqa: E402
 
 ran = failed = 0
-for path in sorted(glob.glob("../shared/suites/jsonschema/*.json")):
+for path in sorted(glob.glob("../*/suites/jsonschema/*.json")):
     for group in json.load(open(path, encoding="utf-8")):
         try:
             bh.check_schema(group["schema"], "suite")
