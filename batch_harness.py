@@ -2652,10 +2652,10 @@ class Runner:
         while not self.code:
             now = time.monotonic()
             ready, opens, spent = self._fill(now), self.pace.opens(self._in_flight), self._spent(now)
-            if self.tally["refused"] >= DOUBTFUL and not self._proven():
+            if self.tally["refused"] >= DOUBTFUL and self._doubtful and not self._proven():
                 if not self._in_flight:         # else one of those may still succeed
                     self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts" % (
-                        self.tally["refused"], self._why_refused()), STOPPED)
+                        self.tally["refused"], self._doubtful[-1][1].row.get("detail")), STOPPED)
                     continue
                 opens = math.inf
             if spent and (ready or self._delayed):
@@ -2677,10 +2677,6 @@ class Runner:
                 break
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
         return None
-
-    def _why_refused(self) -> str:
-        """What the endpoint said to the last call that it refused."""
-        return str(self._doubtful[-1][1].row.get("detail")) if self._doubtful else "see the ledger"
 
     def _spent(self, now: float) -> str:
         """Which budget of the run is used up, in words."""

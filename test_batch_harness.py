@@ -2092,9 +2092,13 @@ class Models(EndpointCase):
                 os.remove("runs/ledger.jsonl")
 
     def test_fast_refusals_wait_for_slow_successes(self):
+        slow = threading.Event()
+
         def script(prompt, n):
             if re.search("number [012]<", prompt):
+                slow.wait(10)                               # refused while the fourth call is in flight
                 return 400, b"", {}
+            slow.set()
             time.sleep(0.3)
             return completion(reply_to_prompt(prompt))
         code, out, err = self.ask(self.serve(script), 10, "--workers", "4")
