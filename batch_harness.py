@@ -15,7 +15,7 @@ The road a text travels:
     Source.rows -> State.freeze -> batches -> build_prompt -> model -> validate -> attempt_row -> Ledger -> State
                                       ^                                    |
                                       +--- plan: the batch again, then singles
-    ledger -> report, export
+    ledger -> report, explain, export
 
 The promise: every id that was sent came back exactly once, or nothing of that reply is kept.  It says nothing about
 whether an answer is right; a model that exchanges contents under right ids passes every check of shape.
@@ -30,8 +30,8 @@ Invariants, each shown by tests:
     7. A call that brought no reply is not a verdict on an item (the endpoint's refusal of a content is a reply).
     8. Nothing is guessed: no position, no prefix, no edit distance.
 
-Exit codes: 0 done; 1 finished, some items quarantined; 2 usage or bad input, nothing called; 3 stopped early by the
-endpoint, a budget or a deadline; 130 interrupted.
+Exit codes: 0 done; 1 finished, some items quarantined, or a size that --fail-unless-safe asks for is not safe; 2 usage
+or bad input, nothing called; 3 stopped early by the endpoint, a budget or a deadline; 130 interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
 THE TRUST LINE, models, run, statistics, report, explain and export, command line.  Whoever reads down to the trust
@@ -2320,7 +2320,7 @@ OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls 
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
-DOUBTFUL = 3                            # refused calls that end a run in which no call has succeeded
+DOUBTFUL = 3                            # refused calls, one on an item's last resort, that end a run without success
 Job = Tuple["Flight", Ask]              # one call to make, and the flight that is told of its verdict
 
 
@@ -2603,6 +2603,7 @@ class Runner:
         done = tally["answered"] + tally["quarantined"]
         left = (tally["pending"] - done) * seconds / done if done else 0
         return ["%d/%d items" % (done, tally["pending"]), "waiting %d s" % wait if wait > 1 else "",
+                "%.0f/s" % (done / seconds) if done > 100 * seconds else
                 "%.3g/s" % (done / seconds) if done > seconds else "%.3g/min" % (60 * done / seconds),
                 clock(left) + " left" if done else "",
                 "first pass %.1f %%" % (100 * figures["first_ok"] / figures["first"]) if figures["first"] else "",

@@ -2251,10 +2251,10 @@ class Models(EndpointCase):
         self.assertGreaterEqual(server.times[1] - server.times[0], 0.4)
 
     def test_an_absurd_wait_stops_the_run_in_words(self):
-        for wait in ("99999999999999999999", "100000000000000000", "1e9", "3600.5"):
+        for wait in ("99999999999999999999", "100000000000000000", "3600.5"):
             code, out, err = self.ask(self.serve(lambda prompt, n: (429, b"", {"Retry-After": wait})), 1, "--deadline", "1h")
             self.assertEqual(code, 3, out + err)
-            self.assertIn("asks to wait", out if wait != "1e9" else out + "asks to wait")
+            self.assertIn("asks to wait", out)
             os.remove("runs/ledger.jsonl")
 
     def test_a_proxy_that_drips_its_answer_cannot_hold_the_run(self):
@@ -2406,7 +2406,9 @@ class Models(EndpointCase):
                     while True:
                         peer, _ = listener.accept()
                         with peer:
-                            peer.recv(9999)
+                            asked = b""
+                            while not asked.endswith(b"\r\n\r\n"):      # or else the close is a reset, and the answer is lost
+                                asked += peer.recv(9999)
                             peer.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
             threading.Thread(target=refuse, daemon=True).start()
             with mock.patch.dict(os.environ, {"https_proxy": "http://me:FAKEPASS@127.0.0.1:%d" % listener.getsockname()[1]}):
