@@ -3056,20 +3056,6 @@ def add_row(tally: Counter[str], row: Mapping[str, Any]) -> None:
         tally["tokens_unknown"] += 1
 
 
-def tally_lines(tally: Counter[str]) -> Iterator[str]:
-    """A tally as lines of words, each rate with its numerator and denominator."""
-    calls, unknown = tally["calls"], tally["tokens_unknown"]
-    known = "%d in, %d out in %d calls" % (tally["tokens_in"], tally["tokens_out"], calls - unknown)
-    tokens = [known] * (calls > unknown) + ["unknown for %d of %d calls" % (unknown, calls)] * (unknown > 0)
-    for row in (("calls", calls), ("first pass ok", rate(tally["first_ok"], tally["first"]) + " full batches"),
-                ("rescued by retry", rate(tally["rescued"], tally["retried"])), ("fallback calls", tally["fallbacks"]),
-                ("items answered", tally["answered"]), ("items quarantined", tally["quarantined"]),
-                ("tokens", ", ".join(tokens)), ("reordered replies", tally["reordered"]),
-                ("verdicts", counts(part_of(tally, "verdict "))),
-                ("normalised", counts(part_of(tally, "normalised ")))):
-        yield "  %-18s %s" % row
-
-
 def part_of(tally: Mapping[str, int], prefix: str) -> Dict[str, int]:
     """The counts whose names begin with the prefix, without it."""
     return {name[len(prefix):]: count for name, count in tally.items() if name.startswith(prefix)}
@@ -3105,85 +3091,183 @@ def write_whole(path: str, write: Callable[[IO[bytes]], Any], option: str) -> No
 
 GROUP = ("ledger", "stage", "task", "arm", "model_string", "form", "size")
 BASELINE = 100                          # single first calls without which nothing is said of larger sizes
+SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
+Answer = Tuple[str, ...]                # one short text for each field, the same where values count as equal
 
 
-def comparable(answer: Any) -> str:
-    """A short text that is the same for answers that count as equal: free text is compared stripped."""
-    word = _sorted_json(answer.strip() if isinstance(answer, str) else answer)
-    return word if len(word) < 40 else text_digest(word)[:32]
+def comparable(answer: Any, fields: Iterable[str]) -> Answer:
+    """An answer's fields as short texts; free text is compared stripped."""
+    values = [answer] if list(fields) == ["answer"] else [an_object(answer).get(field) for field in fields]
+    words = [_sorted_json(value.strip() if isinstance(value, str) else value) for value in values]
+    return tuple([word if len(word) < 40 else text_digest(word)[:32] for word in words])
 
 
 class Arm:
     """What the attempts of one group came to: a task and a model at one size, on one ledger or in an arm of a trial."""
 
-    def __init__(self, name: Mapping[str, Any]) -> None:
-        self.name = name                                    # by the words of GROUP
+    def __init__(self, name: Dict[str, Any], asked: str, fields: Mapping[str, Any]) -> None:
+        self.name, self.asked = name, asked                 # by the words of GROUP; the model that was asked for
+        self.model = (name["model_string"], None if name["model_string"] else asked)
+        self.fields = fields                                # of the task: name -> schema
         self.tally: Counter[str] = collections.Counter()
         self.ms: List[int] = []
-        self.answers: Dict[int, str] = {}                   # text -> what was answered, comparable
-        self.calls: List[List[int]] = []                    # the texts of each accepted call, in the order sent
+        self.answers: Dict[int, Answer] = {}                # by key_of(digest)
+        self.calls: List[Tuple[bool, List[int]]] = []       # of each accepted batch: was it reordered?, its texts
+        self.failed: List[str] = []                         # an item of each of the first batches that failed at first
+        self.fell_back: Set[str] = set()                    # items that were asked again because their batch failed
+        self._same: Dict[Answer, Answer] = {}               # labels are few: equal answers are held once
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count one attempt row."""
+        failed = self.tally["first"] - self.tally["first_ok"]
         add_row(self.tally, row)
         self.ms.append(row["ms"] if type(row.get("ms")) is int else 0)
+        if self.tally["first"] - self.tally["first_ok"] > failed and len(self.failed) < SHOWN_ITEMS:
+            self.failed.append(row["batch"][0])
+        if row["fallback"] and row["size"] > 1:
+            self.fell_back.update(row["batch"])
         if row["verdict"] == "ok":
             keys = [key_of(sha) for sha in row["text_sha"]]
-            self.calls.append(keys)
             for key, name in zip(keys, row["batch"]):
-                self.answers.setdefault(key, comparable(row["answers"][name]))
+                answer = comparable(row["answers"][name], self.fields)
+                self.answers.setdefault(key, self._same.setdefault(answer, answer))
+            if not row["fallback"]:
+                self.calls.append((bool(row.get("reordered")), keys))
 
-    def agreement(self, others: Mapping[int, str]) -> Optional[float]:
-        """The share of equal answers among the texts that have both."""
-        shared = [key for key in self.answers if key in others]
-        return sum(self.answers[key] == others[key] for key in shared) / len(shared) if shared else None
+    def take_over(self, other: Arm) -> None:
+        """Count what another arm of nothing but refusals holds here."""
+        self.tally.update(other.tally)
+        self.ms += other.ms
+        self.failed += other.failed
+        self.fell_back |= other.fell_back
+
+
+class Reading:
+    """What a report gathers from ledgers, line by line."""
+
+    def __init__(self) -> None:
+        self.arms: Dict[Tuple[Any, ...], Arm] = {}
+        self.failures: Counter[str] = collections.Counter()     # by HTTP status, or kind
+        self.runs: List[Dict[str, Any]] = []
+        self.changes: List[Dict[str, Any]] = []                 # where one model that was asked for became another
+        self._models: Dict[str, Tuple[str, Any]] = {}           # run -> model asked for, fields of the task
+        self._last: Dict[Tuple[str, str], str] = {}             # (ledger, model asked for) -> its string
+        self.held: Dict[Tuple[Any, ...], Arm] = {}             # (ledger, task, arm, text) in quarantine now -> by whom
+
+    def take(self, ledger: str, line: Line) -> None:
+        """Take in one line."""
+        row = line.row or {}
+        if row["event"] == "run":
+            self.runs.append(row)
+            self._models[row["run"]] = row["model"], an_object(row["task"].get("fields")) or DEFAULT_TASK["fields"]
+        elif row["event"] == "attempt":
+            self._attempt(ledger, line.number, row)
+        elif row["event"] == "failure":
+            self.failures["429"] += row.get("coalesced", 0)     # the waits of an episode that have no row of their own
+            if "batch" in row:
+                self.failures[str(row.get("status") or row.get("kind"))] += 1
+
+    def _attempt(self, ledger: str, number: int, row: Dict[str, Any]) -> None:
+        name = {"ledger": ledger, **{word: row.get(word) for word in GROUP[1:]}}
+        asked, fields = self._models.get(row["run"], ("?", DEFAULT_TASK["fields"]))
+        string: Any = name["model_string"]
+        arm = self.arms.setdefault((*name.values(), asked * (not string)), Arm(name, asked, fields))
+        arm.add(row)
+        before = self._last.setdefault((ledger, asked), string) if string else string
+        if string != before:
+            self._last[ledger, asked] = string
+            self.changes.append({"ledger": ledger, "line": number, "at": row.get("at"), "asked": asked,
+                                 "before": before, "after": string})
+        for sha in row["text_sha"] if row["verdict"] == "ok" or "quarantined" in row else ():
+            place = (ledger, row["task"], row.get("arm"), sha)
+            self.held.pop(place, None)
+            self.held.update({place: arm} if "quarantined" in row else {})
+
+    def settle(self) -> List[Arm]:
+        """The arms, in the order of the ledgers and of the trial, now that all is read.
+
+        A refusal names no model: it counts where the model that was asked for has answered, if there is one such arm.
+        """
+        self.failures = +self.failures
+        for arm in self.held.values():
+            arm.tally["quarantined"] += 1
+        arms: List[Arm] = []
+        refused: List[Arm] = []
+        for arm in self.arms.values():
+            only_refused = arm.model[0] is None and arm.tally["verdict " + REJECTED] == arm.tally["calls"]
+            (refused if only_refused else arms).append(arm)
+        for arm in refused:
+            alike = [other for other in arms if other.asked == arm.asked
+                     and {**other.name, "model_string": None} == arm.name]
+            alike[0].take_over(arm) if len(alike) == 1 else arms.append(arm)
+        ledgers = list(dict.fromkeys(arm.name["ledger"] for arm in self.arms.values()))
+        return sorted(arms, key=lambda arm: (ledgers.index(arm.name["ledger"]), (
+            math.inf if arm.name["arm"] is None else arm.name["arm"])))
+
+
+def share(equal: Sequence[bool]) -> Optional[float]:
+    """The share of what is equal; None of nothing."""
+    return sum(equal) / len(equal) if equal else None
 
 
 class Comparison(NamedTuple):
     """An arm against the first arm of size 1 and its repetition; None where there is nothing to compare."""
 
-    agreement: Optional[float] = None           # with size 1
-    kappa: Optional[float] = None               # of labels
+    agreement: Optional[float] = None           # with size 1, of whole answers
     floor: Optional[float] = None               # agreement of size 1 with its own repetition
-    differences: Sequence[float] = ()           # by call: share of other answers, less the floor's on the same texts
+    reordered: Optional[float] = None           # agreement with size 1 of the batches whose replies were reordered
+    fields: Mapping[str, Any] = {}              # name -> agreement, and Cohen's kappa where the field has labels
+    differences: Sequence[float] = ()           # by batch: share of other answers, less the floor's on the same texts
+    shift: Limits = Limits(-1.0, 1.0)           # of the mean of these
     halves: Tuple[Optional[float], Optional[float]] = (None, None)      # share of other answers by half of the prompt
+    differing: Sequence[int] = ()               # texts with another answer, where size 1 and its repetition agree
 
 
-def compared(arm: Arm, base: Arm, again: Optional[Arm], labels: bool) -> Comparison:
+def compared(arm: Arm, base: Arm, again: Optional[Arm]) -> Comparison:
     """Compare an arm with size 1 and its repetition, text by text."""
-    pairs = [(base.answers[key], arm.answers[key]) for key in arm.answers if key in base.answers]
-    differences, halves = [], ([0, 0], [0, 0])
-    for keys in arm.calls:
+    other = {} if again is None else again.answers
+    differences: List[float] = []
+    halves: Tuple[List[bool], List[bool]] = ([], [])
+    shuffled: List[bool] = []
+    for reordered, keys in arm.calls:
         shifts = []
         for place, key in enumerate(keys):
             if key in base.answers:
                 differs = arm.answers[key] != base.answers[key]
-                half = halves[2 * place >= len(keys)]
-                half[0], half[1] = half[0] + differs, half[1] + 1
-                if again is not None and key in again.answers:
-                    shifts.append(differs - (base.answers[key] != again.answers[key]))
+                halves[2 * place >= len(keys)].append(differs)
+                shuffled += [not differs] * reordered
+                shifts += [differs - (base.answers[key] != other[key])] if key in other else []
         differences += [sum(shifts) / len(shifts)] if shifts else []
-    first, second = (wrong / count if count else None for wrong, count in halves)
-    return Comparison(arm.agreement(base.answers), kappa(pairs) if labels else None,
-                      None if again is None else base.agreement(again.answers), differences,
-                      (first, second) if arm.name["size"] > 1 else (None, None))
+    both, fields = [key for key in arm.answers if key in base.answers], {}
+    for place, (name, schema) in enumerate(arm.fields.items()):
+        pairs = [(base.answers[key][place], arm.answers[key][place]) for key in both]
+        labels = labels_of(schema) is not None
+        fields[name] = {"agreement": share([a == b for a, b in pairs]), "labels": labels,
+                        "kappa": kappa(pairs) if labels else None}
+    differing = [key for key in both if arm.answers[key] != base.answers[key] == other.get(key, base.answers[key])]
+    return Comparison(
+        share([arm.answers[key] == base.answers[key] for key in both]),
+        share([answer == base.answers[key] for key, answer in other.items() if key in base.answers]),
+        share(shuffled), fields, differences, mean_limits(differences),
+        (share(halves[0]), share(halves[1])) if arm.name["size"] > 1 else (None, None), differing)
 
 
 def decided(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Tuple[str, str]:
     """The decision on an arm's size, and why: baseline first, baseline, not yet, safe, not safe."""
-    first, failed = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"]
+    first, failed, shift = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"], found.shift
     if arm.name["size"] == 1:
         return "baseline", "%d single first calls" % first
     if base is None or base.tally["first"] < BASELINE:
         return "baseline first", "%d of %d single first calls of this model and task" % (
             base.tally["first"] if base is not None else 0, BASELINE)
-    rates, shift = failure_limits(failed, first), mean_limits(found.differences)
+    rates = failure_limits(failed, first)
     if rates.low > options.max_failure:
-        return "not safe", "first passes fail in more than %.1f %% of calls (%s failed)" % (
-            100 * options.max_failure, rate(failed, first))
+        return "not safe", "first passes fail in more than %.1f %% of calls (%s failed), such as those of %s; %s" % (
+            100 * options.max_failure, rate(failed, first), ", ".join(arm.failed[:3]), saving(arm, base))
     if shift.low > options.margin:
-        return "not safe", "answers differ by more than %.1f points beyond the floor (%.1f to %.1f); see explain" % (
-            100 * options.margin, 100 * shift.low, 100 * shift.high)
+        named = ", ".join(map(short_id, found.differing[:3])) or "texts that vary anyway"
+        return "not safe", "answers differ by %.1f to %.1f points beyond the floor, such as those to %s; %s" % (
+            100 * shift.low, 100 * shift.high, named, saving(arm, base))
     if arm.name["form"] == "keyed":
         return "not yet", "the grammar holds the ids here, so that their form is no evidence; judge the answers by hand"
     if rates.high > options.max_failure:
@@ -3192,75 +3276,103 @@ def decided(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.
     if found.floor is None:
         return "not yet", "no second arm of size 1 says how much the model disagrees with itself"
     if shift.high > options.margin:
-        more = more_calls(found.differences, shift, options.margin)
         return "not yet", "answers differ by %.1f to %.1f points beyond the floor after %d calls; %s" % (
-            100 * shift.low, 100 * shift.high, len(found.differences), more)
+            100 * shift.low, 100 * shift.high, len(found.differences), more_calls(found, options.margin))
     return "safe", ("first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the floor; %s"
                     % (100 * rates.high, 100 * shift.high, saving(arm, base)))
 
 
-def more_calls(differences: Sequence[float], shift: Limits, margin: float) -> str:
+def short_id(key: int) -> str:
+    """The id of a text, as explain takes it."""
+    return ("%032x" % key)[:ID_LENGTH]
+
+
+def more_calls(found: Comparison, margin: float) -> str:
     """How many calls would settle it if nothing changed: a limit narrows as the root of their number."""
-    mean = sum(differences) / len(differences) if differences else 0.0
-    if not differences or mean >= margin:
+    count = len(found.differences)
+    mean = sum(found.differences) / count if count else 0.0
+    if not count or mean >= margin:
         return "more calls of this kind would not show less"
     return "about %d calls would settle it if nothing changed" % math.ceil(
-        len(differences) * ((shift.high - mean) / (margin - mean)) ** 2)
+        count * ((found.shift.high - mean) / (margin - mean)) ** 2)
+
+
+def rescue_rate(arm: Arm) -> float:
+    """The share of first-pass failures that the retry rescues."""
+    return arm.tally["rescued"] / arm.tally["retried"] if arm.tally["retried"] else 0.0
 
 
 def calls_per_item(arm: Arm) -> float:
     """Expected calls for an item: the first, the retry of a failure, then each item alone."""
     size, tally = arm.name["size"], arm.tally
     failure = 1 - tally["first_ok"] / tally["first"] if tally["first"] else 0.0
-    rescue = tally["rescued"] / tally["retried"] if tally["retried"] else 0.0
-    alone = failure * (1 - rescue) * size if size > 1 else 0.0
+    alone = failure * (1 - rescue_rate(arm)) * size if size > 1 else 0.0
     return (1 + failure + alone) / size  # type: ignore[no-any-return]
 
 
 def saving(arm: Arm, base: Arm) -> str:
     """What a size saves against size 1, and from which failure rate on it would not."""
-    size, tally, single = arm.name["size"], arm.tally, calls_per_item(base)
-    rescue = tally["rescued"] / tally["retried"] if tally["retried"] else 0.0
-    even = (size * single - 1) / (1 + (1 - rescue) * size)
+    size, single = arm.name["size"], calls_per_item(base)
+    even = (size * single - 1) / (1 + (1 - rescue_rate(arm)) * size)
     return "%.2f calls an item instead of %.2f, which pays until %.0f %% of first passes fail" % (
         calls_per_item(arm), single, 100 * min(1.0, even))
 
 
-def quantile(values: Sequence[int], share: float) -> Optional[int]:
-    """The value below which this share of the values lies."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
+def quantile(values: Sequence[int], part: float) -> Optional[int]:
+    """The value below which this part of the values lies."""
+    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else None
 
 
-def gold_data(arm: Arm, base: Optional[Arm], gold: Mapping[int, str]) -> Dict[str, Any]:
-    """How often an arm answers as the gold labels say, and whether size 1 does so more often (McNemar's mid-p)."""
-    if not gold:
-        return {}
-    right = [{key for key in gold if one is not None and one.answers.get(key) == gold[key]} for one in (arm, base)]
-    both = {key for key in gold if base is not None and key in arm.answers and key in base.answers}
-    lost, won = len((right[1] - right[0]) & both), len((right[0] - right[1]) & both)
-    return {"accuracy": arm.agreement(gold), "lost": lost, "won": won, "p": mcnemar(lost, won)}
+Gold = Dict[int, Answer]                # key_of(digest) -> the spellings under which an answer is the right one
+
+
+def gold_data(arm: Arm, base: Optional[Arm], gold: Gold, field: str) -> Dict[str, Any]:
+    """How often an arm answers as the gold labels say, and whether size 1 does so more often (McNemar's mid-p).
+
+    They speak of the task's field of their own name, else of its only field with labels, else of its only field.
+    """
+    labelled = [name for name, schema in arm.fields.items() if labels_of(schema) is not None]
+    meant = [field] if field in arm.fields else labelled if len(labelled) == 1 else list(arm.fields)
+    if len(meant) > 1:
+        raise HarnessError("--gold-field %s can mean %s of the task; give the column the name of the field it judges"
+                           % (field, " or ".join(meant)))
+    place = list(arm.fields).index(meant[0])
+    known = {comparable(label, ["answer"])[0] for label in labels_of(arm.fields[meant[0]]) or ()}
+    if known and not any(known & {*spellings} for spellings in gold.values()):
+        raise HarnessError("no %s of the input is a label of the task (%s); check --gold-field" % (
+            field, ", ".join(sorted(known))))
+
+    def right(one: Arm) -> Dict[int, bool]:
+        return {key: one.answers[key][place] in gold[key] for key in gold if key in one.answers}
+    mine, single = right(arm), right(base) if base is not None else {}
+    lost = sum(single[key] and not mine[key] for key in mine if key in single)
+    won = sum(mine[key] and not single[key] for key in mine if key in single)
+    return {"accuracy": share(list(mine.values())), "lost": lost, "won": won, "p": mcnemar(lost, won)}
 
 
 def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Dict[str, Any]:
     """An arm as data, as --json gives it."""
     tally, items = arm.tally, arm.tally["answered"] + arm.tally["quarantined"]
-    rates, shift = failure_limits(tally["first"] - tally["first_ok"], tally["first"]), mean_limits(found.differences)
+    rates = failure_limits(tally["first"] - tally["first_ok"], tally["first"])
     decision, why = decided(arm, base, found, options)
     tokens = tally["tokens_in"] + tally["tokens_out"]
+    kappas = [field["kappa"] for field in found.fields.values() if field["labels"]]
     return {
-        **arm.name, "calls": tally["calls"], "items": items,
+        **arm.name, "asked": arm.asked, "calls": tally["calls"], "items": items,
         "first_pass": tally["first_ok"] / tally["first"] if tally["first"] else None,
         "first_pass_low": 1 - rates.high, "first_pass_high": 1 - rates.low,
         **{word: tally[word] for word in (
             "first", "first_ok", "retried", "rescued", "fallbacks", "quarantined", "answered", "reordered", "tokens_in",
             "tokens_out", "tokens_unknown")},
-        "calls_per_item": tally["calls"] / items if items else None,
+        "fell_back": len(arm.fell_back), "calls_per_item": tally["calls"] / items if items else None,
         "tokens_per_item": tokens / items if items and tokens else None,
         "ms_p50": quantile(arm.ms, 0.5), "ms_p95": quantile(arm.ms, 0.95),
-        "agreement": found.agreement, "kappa": found.kappa, "floor": found.floor,
-        "difference_low": shift.low if found.differences else None,
-        "difference_high": shift.high if found.differences else None,
+        "agreement": found.agreement, "kappa": kappas[0] if len(kappas) == 1 else None, "fields": found.fields,
+        "floor": found.floor, "agreement_reordered": found.reordered,
+        "difference_low": found.shift.low if found.differences else None,
+        "difference_high": found.shift.high if found.differences else None,
         "half_first": found.halves[0], "half_second": found.halves[1],
+        "failed_items": arm.failed, "differing_items": list(map(short_id, found.differing[:SHOWN_ITEMS])),
         "verdicts": part_of(tally, "verdict "), "normalised": part_of(tally, "normalised "),
         "decision": decision, "why": why}
 
@@ -3270,58 +3382,83 @@ def percent(value: Optional[float]) -> str:
     return "-" if value is None else "%.1f %%" % (100 * value)
 
 
-def arm_lines(arm: Arm, data: Mapping[str, Any]) -> Iterator[str]:
-    """An arm in words."""
-    name = arm.name
+def model_words(data: Mapping[str, Any]) -> str:
+    """The model of an arm, as the endpoint named it, or as it was asked for."""
+    return data["model_string"] or "%s (not named by the endpoint)" % data["asked"]
+
+
+def arm_lines(data: Mapping[str, Any]) -> Iterator[str]:
+    """An arm in words: each rate with its numerator and denominator, calls where calls fail, items where items fail."""
+    calls, unknown, items = data["calls"], data["tokens_unknown"], data["items"]
+    known = "%d in, %d out in %d calls" % (data["tokens_in"], data["tokens_out"], calls - unknown)
+    tokens = [known] * (calls > unknown) + ["unknown for %d of %d calls" % (unknown, calls)] * (unknown > 0)
     yield "stage %s, task %s, %smodel %s, %s, size %s" % (
-        name["stage"], name["task"], "" if name["arm"] is None else "arm %s, " % name["arm"],
-        name["model_string"] or "(not named by the endpoint)", name["form"], name["size"])
-    yield from tally_lines(arm.tally)
-    yield "  %-18s %s to %s, however often one looks" % ("first pass between", percent(data["first_pass_low"]),
-                                                        percent(data["first_pass_high"]))
-    yield "  %-18s %.2f calls, %s tokens; a call takes %s ms, one in twenty %s ms or more" % (
-        "an item costs", data["calls_per_item"] or 0, "unknown" if data["tokens_per_item"] is None else
-        "%.0f" % data["tokens_per_item"], data["ms_p50"], data["ms_p95"])
+        data["stage"], data["task"], "" if data["arm"] is None else "arm %s, " % data["arm"], model_words(data),
+        data["form"], data["size"])
+    rows = [("calls", calls), ("first pass ok", "%s full batches; between %s and %s, however often one looks" % (
+        rate(data["first_ok"], data["first"]), percent(data["first_pass_low"]), percent(data["first_pass_high"])))]
+    rows += [("rescued by retry", rate(data["rescued"], data["retried"]))]
+    rows += [("fallbacks", "%d calls; items that fell back: %s" % (
+        data["fallbacks"], rate(data["fell_back"], items)))]
+    rows += [("items answered", data["answered"]), ("items quarantined", rate(data["quarantined"], items))]
+    rows += [("tokens", ", ".join(tokens)), ("reordered replies", data["reordered"])]
+    rows += [("verdicts", counts(data["verdicts"])), ("normalised", counts(data["normalised"]))]
+    rows += [("an item costs", "%.2f calls, %s tokens; a call takes %s ms, one in twenty %s ms or more" % (
+        data["calls_per_item"] or 0, "unknown" if data["tokens_per_item"] is None else
+        "%.0f" % data["tokens_per_item"], data["ms_p50"], data["ms_p95"]))]
+    rows += agreement_rows(data)
+    rows += [("decision", data["decision"] + ": " + data["why"])]
+    yield from ("  %-18s %s" % row for row in rows)
+
+
+def agreement_rows(data: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
+    """How an arm's answers compare, in words."""
     if data["agreement"] is not None:
-        yield "  %-18s %s of answers (kappa %s); floor: size 1 with itself %s" % (
-            "agrees with size 1", percent(data["agreement"]), "-" if data["kappa"] is None else "%.2f" % data["kappa"],
-            percent(data["floor"]))
+        kappas = ["%s %s" % (name, "-" if field["kappa"] is None else "%.2f" % field["kappa"])
+                  for name, field in data["fields"].items() if field["labels"]]
+        free = "free text: to differ is no error" if not kappas else "kappa " + ", ".join(kappas)
+        yield "agrees with size 1", "%s of answers (%s); floor: size 1 with itself %s" % (
+            percent(data["agreement"]), free.replace("kappa answer ", "kappa "), percent(data["floor"]))
+        if len(data["fields"]) > 1:
+            yield "by field", ", ".join("%s %s" % (name, percent(field["agreement"]))
+                                        for name, field in data["fields"].items())
+    if data["agreement_reordered"] is not None:
+        yield "if reordered", "%s of answers agree with size 1" % percent(data["agreement_reordered"])
     if data.get("accuracy") is not None:
-        yield "  %-18s %s; against size 1 it lost %d right answers and won %d (p %.3g)" % (
-            "agrees with gold", percent(data["accuracy"]), data["lost"], data["won"], data["p"])
+        yield "agrees with gold", "%s; against size 1 it lost %d right answers and won %d (p %.3g)" % (
+            percent(data["accuracy"]), data["lost"], data["won"], data["p"])
     if data["half_first"] is not None:
-        yield "  %-18s %s in the first half of the prompt, %s in the second" % (
-            "differing answers", percent(data["half_first"]), percent(data["half_second"]))
-    yield "  %-18s %s" % ("decision", data["decision"] + ": " + data["why"])
+        yield "differing answers", "%s in the first half of the prompt, %s in the second" % (
+            percent(data["half_first"]), percent(data["half_second"]))
 
 
-def compared_arms(arms: Sequence[Arm], labels: Set[str], gold: Mapping[int, str],
-                  options: argparse.Namespace) -> List[Dict[str, Any]]:
+def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: argparse.Namespace) -> List[Dict[str, Any]]:
     """Every arm as data, against the first arm of size 1 of its task, model and form, and that against the next."""
     datas = []
     for arm in arms:
-        alike = [other for other in arms if other.name["size"] == 1 and all(
-            other.name[word] == arm.name[word] for word in ("stage", "task", "model_string", "form"))]
+        alike = [other for other in arms if other.name["size"] == 1 and other.model == arm.model and all(
+            other.name[word] == arm.name[word] for word in ("stage", "task", "form"))]
         base, again = alike[0] if alike else None, alike[1] if len(alike) > 1 else None
-        found = Comparison() if base is None or base is arm else compared(arm, base, again, arm.name["task"] in labels)
-        datas.append({**arm_data(arm, base, found, options), **gold_data(arm, base, gold)})
+        found = Comparison() if base is None or base is arm else compared(arm, base, again)
+        judged = {} if gold is None else gold_data(arm, base, gold, options.gold_field)
+        datas.append({**arm_data(arm, base, found, options), **judged})
     return datas
 
 
-def gold_labels(options: argparse.Namespace) -> Dict[int, str]:
-    """What the input itself says of its texts, by text; none without --gold-field."""
+def gold_labels(options: argparse.Namespace) -> Optional[Gold]:
+    """What the input itself says of its texts, by text; None without --gold-field."""
     if options.gold_field is None:
-        return {}
+        return None
     if options.input is None:
         raise HarnessError("--gold-field is a field of the input; name that with --input")
-    spec, gold = input_spec(options), {}
-    with contextlib.closing(Source(spec)) as texts, contextlib.closing(Source(spec._replace(
-            text_field=options.gold_field, template=None))) as labels:
-        for row, label in zip(texts.rows(), labels.rows()):
-            if row.error is None and label.error is None:
-                gold[key_of(text_digest(row.text))] = comparable(label.text)
+    gold: Gold = {}
+    with contextlib.closing(Source(input_spec(options)._replace(id_field=options.gold_field))) as source:
+        for row in source.rows():
+            label = json.loads(row.key or "null") if row.error is None else None
+            if label not in (None, ""):         # what a file of text calls 1 is the label 1, too
+                gold[key_of(text_digest(row.text))] = (*comparable(label, ["answer"]), str(label))
     if not gold:
-        raise HarnessError("no row of %s has a text in field %s; check --gold-field" % (
+        raise HarnessError("no row of %s has a text and a field %s; check --gold-field" % (
             options.input, options.gold_field))
     return gold
 
@@ -3338,14 +3475,14 @@ div.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .9re
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left; vertical-align: top;
  max-width: 30rem }
 pre { background: var(--soft); padding: .5rem; white-space: pre-wrap; font-size: .85rem; margin: 0 }
-svg { width: 100%; max-width: 40rem; height: auto } svg text { fill: var(--ink); font-size: 13px }
-svg line { stroke: var(--line) } svg .mark { stroke: var(--mark); stroke-width: 3; fill: var(--mark) }
+th, td:not(:first-child) { min-width: 4rem } svg { width: 100%; height: auto }
+svg text { fill: var(--ink); font-size: 13px } svg line { stroke: var(--line) }
+svg .mark { stroke: var(--mark); stroke-width: 3; fill: var(--mark) }
 </style></head><body><h1>$title</h1>
 <p>Whether an id is right, the program proves; whether an answer is right, a person must judge.</p>
 $body
 </body></html>
 """)
-SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 
 
 def as_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -3367,13 +3504,13 @@ Mark = Tuple[str, Optional[float], Optional[float], Optional[float]]        # la
 def as_plot(marks: Sequence[Mark], top: float, unit: str) -> str:
     """An SVG of marks beside each other, on a scale from 0 to `top`."""
     import html
-    step, parts = 600 / max(1, len(marks)), []
-    for share in (0, 0.5, 1):
-        y = 200 - 180 * share
-        parts.append('<line x1="40" x2="640" y1="%d" y2="%d"/><text x="2" y="%d">%s</text>' % (
-            y, y, y + 4, unit % (top * share)))
+    wide, parts = 50 + 90 * max(4, len(marks)), []
+    for part in (0, 0.5, 1):
+        y = 200 - 180 * part
+        parts.append('<line x1="40" x2="%d" y1="%d" y2="%d"/><text x="2" y="%d">%s</text>' % (
+            wide, y, y, y + 4, unit % (top * part)))
     for place, (label, value, low, high) in enumerate(marks):
-        x = 40 + step * (place + 0.5)
+        x = 85 + 90 * place
         parts.append('<text x="%d" y="222" text-anchor="middle">%s</text>' % (x, html.escape(label)))
         if value is not None:
             y, least, most = (200 - 180 * min(1, max(0, point) / top)
@@ -3381,114 +3518,92 @@ def as_plot(marks: Sequence[Mark], top: float, unit: str) -> str:
             if high is not None:
                 parts.append('<line class="mark" x1="%d" x2="%d" y1="%.1f" y2="%.1f"/>' % (x, x, least, most))
             parts.append('<circle class="mark" cx="%d" cy="%.1f" r="5"/><text x="%d" y="%.1f">%s</text>' % (
-                x, y, x + 10, y + 4, unit % value))
-    return '<svg viewBox="0 0 650 230" role="img">%s</svg>' % "".join(parts)
+                x, y, x + 8, y + 4, unit % value))
+    return '<svg viewBox="0 0 %d 230" style="max-width: %dpx" role="img">%s</svg>' % (wide, wide, "".join(parts))
 
 
-def page_of(datas: Sequence[Mapping[str, Any]], runs: Sequence[Mapping[str, Any]], tables: Sequence[str]) -> str:
+def arm_label(data: Mapping[str, Any]) -> str:
+    """The short name of an arm."""
+    return "size %s%s" % (data["size"], "" if data["arm"] is None else ", arm %s" % data["arm"])
+
+
+def page_of(datas: Sequence[Mapping[str, Any]], reading: Reading, tables: Sequence[str]) -> str:
     """The report as one page that needs no network and no script.  Everything from outside is escaped."""
     import html
-    label = ["size %s%s" % (data["size"], "" if data["arm"] is None else ", arm %s" % data["arm"]) for data in datas]
-    shares = [[None if data[word] is None else 100 * data[word]
-               for word in ("first_pass", "first_pass_low", "first_pass_high")] for data in datas]
+    labels = list(map(arm_label, datas))
     floors = sorted({data["floor"] for data in datas if data["floor"] is not None})
-    agreements = [(name, data["agreement"] and 100 * data["agreement"], None, None) for name, data in zip(label, datas)]
-    agreements += [("floor", 100 * floor, None, None) for floor in floors]
+    marks: Dict[str, List[Mark]] = {"first": [], "same": [], "calls": []}
+    for label, data in zip(labels, datas):
+        first = [data[word] and 100 * data[word] for word in ("first_pass", "first_pass_low", "first_pass_high")]
+        marks["first"].append((label, first[0], first[1], first[2]))
+        marks["same"].append((label, data["agreement"] and 100 * data["agreement"], None, None))
+        marks["calls"].append((label, data["calls_per_item"], None, None))
+    marks["same"] += [("floor", 100 * floor, None, None) for floor in floors]
     most = max([data["calls_per_item"] or 0 for data in datas] or [1]) or 1
-    head = ("arm", "stage", "task", "model", "form", "calls", "items", "first pass", "as size 1", "decision", "why")
-    rows = [(name, data["stage"], data["task"], data["model_string"], data["form"], data["calls"], data["items"],
-             percent(data["first_pass"]), percent(data["agreement"]), data["decision"], data["why"])
-            for name, data in zip(label, datas)]
-    verdicts = [(name, counts(data["verdicts"]), counts(data["normalised"])) for name, data in zip(label, datas)]
+    head = ("arm", "calls", "items", "first pass", "rescued", "as size 1", "as gold", "quarantined", "model", "form",
+            "stage", "task")
+    rows = [(label, data["calls"], data["items"], percent(data["first_pass"]), rate(data["rescued"], data["retried"]),
+             percent(data["agreement"]), percent(data.get("accuracy")), rate(data["quarantined"], data["items"]),
+             model_words(data), data["form"], data["stage"], data["task"]) for label, data in zip(labels, datas)]
+    verdicts = [(label, counts(data["verdicts"]), counts(data["normalised"])) for label, data in zip(labels, datas)]
     sheet = [(run.get("run"), run.get("at"), run.get("model"), run.get("host"),
               encode(run.get("arms") or run.get("batch_size")), run.get("stage"), run.get("fingerprint"),
-              run["task"].get("instruction"), encode(run.get("params", {}))) for run in runs]
+              run["task"].get("instruction"), encode(run.get("params", {}))) for run in reading.runs]
     parts = [
-        "<h2>Decisions</h2>", as_table(head, rows),
+        "<h2>Decisions</h2>", *("<p><b>%s: %s.</b> %s</p>" % (label, data["decision"], html.escape(data["why"]))
+                                for label, data in zip(labels, datas)),
+        *("<p>%s</p>" % html.escape(words) for words in change_lines(reading.changes)), as_table(head, rows),
         "<h2>First passes that kept their form, with limits that hold however often one looks</h2>",
-        as_plot([(name, share[0], share[1], share[2]) for name, share in zip(label, shares)], 100, "%.0f %%"),
-        "<h2>Answers as at size 1, against the floor (size 1 with itself)</h2>", as_plot(agreements, 100, "%.0f %%"),
-        "<h2>Calls an item</h2>",
-        as_plot([(name, data["calls_per_item"], None, None) for name, data in zip(label, datas)], most, "%.2f"),
-        "<h2>Verdicts</h2>", as_table(("arm", "verdicts", "normalised"), verdicts),
+        as_plot(marks["first"], 100, "%.0f %%"),
+        "<h2>Answers as at size 1, against the floor (size 1 with itself)</h2>", as_plot(marks["same"], 100, "%.0f %%"),
+        "<h2>Calls an item</h2>", as_plot(marks["calls"], most, "%.2f"),
+        "<h2>Verdicts</h2>", as_table(("arm", "verdicts", "normalised"), verdicts), *tables,
         "<h2>Runs</h2>",
-        as_table(("run", "at", "model", "host", "sizes", "stage", "task", "instruction", "request"), sheet), *tables]
-    title = "batch_harness: %s" % (", ".join(sorted({str(d["model_string"]) for d in datas})) or "no replies")
+        as_table(("run", "at", "model", "host", "sizes", "stage", "task", "instruction", "request"), sheet)]
+    title = "batch_harness: %s" % (", ".join(sorted(set(map(model_words, datas)))) or "no replies")
     return PAGE.substitute(title=html.escape(title), body="\n".join(parts))
 
 
-def inspection(options: argparse.Namespace, datas: Sequence[Mapping[str, Any]]) -> List[str]:
-    """The first answers beside their texts, and the quarantined items with their replies, as tables."""
+def inspection(options: argparse.Namespace, reading: Reading, datas: Sequence[Mapping[str, Any]]) -> List[str]:
+    """As tables: the first answers beside their texts, those that differ from size 1, and what is in quarantine."""
+    differing = {name for data in datas for name in data["differing_items"]}
+    held = dict.fromkeys(itertools.islice(reading.held, SHOWN_ITEMS))       # place -> its last row
+    keys = {key_of(place[3]) for place in held}
+    first: Dict[int, None] = {}                                             # an ordered set
     texts: Dict[int, str] = {}
     if options.input is not None:
         with contextlib.closing(Source(input_spec(options))) as source:
             for row in source.rows():
-                if row.error is None and len(texts) < SHOWN_ITEMS:
-                    texts.setdefault(key_of(text_digest(row.text)), row.text)
+                key = key_of(text_digest(row.text))
+                if len(first) < SHOWN_ITEMS and any(key in arm.answers for arm in reading.arms.values()):
+                    first[key] = None
+                if key in first or key in keys or short_id(key) in differing:
+                    texts[key] = row.text
     answers: Dict[Tuple[int, Tuple[Any, ...]], str] = {}
-    left: Dict[Tuple[Any, ...], Tuple[Any, ...]] = {}
 
     def take(ledger: str, line: Line) -> None:
         row = line.row or {}
-        if row["event"] != "attempt" or not (row["verdict"] == "ok" or "quarantined" in row):
-            return
-        arm = (ledger, *(row.get(word) for word in GROUP[1:]))
-        for sha, name in zip(row["text_sha"], row["batch"]):
-            key = key_of(sha)
-            place = (key, *arm[:4])
-            left.pop(place, None)
-            if row["verdict"] == "ok" and key in texts:
-                answers.setdefault((key, arm), encode(row["answers"][name]))
-            elif row["verdict"] != "ok" and len(left) < SHOWN_ITEMS:
-                reply = ("pre", str(row.get("reply")))
-                left[place] = (name, texts.get(key), row["verdict"], row.get("detail"), reply)
+        if row["event"] == "attempt" and (row["verdict"] == "ok" or "quarantined" in row):
+            for sha, name in zip(row["text_sha"], row["batch"]):
+                place = (ledger, row["task"], row.get("arm"), sha)
+                if row["verdict"] == "ok" and key_of(sha) in texts:
+                    arm = (ledger, *(row.get(word) for word in GROUP[1:]))
+                    answers.setdefault((key_of(sha), arm), encode(row["answers"][name]))
+                elif place in held:
+                    held[place] = row
     for path in options.ledger:
         replay(path, functools.partial(take, path))
     arms = [tuple(data[word] for word in GROUP) for data in datas]
-    tables = ["<h2>The first %d texts and their answers, to be read by a person</h2>" % len(texts), as_table(
-        ("text", *("size %s%s" % (arm[6], "" if arm[3] is None else ", arm %s" % arm[3]) for arm in arms)),
-        [(text, *(answers.get((key, arm)) for arm in arms)) for key, text in texts.items()])] if texts else []
-    if left:
-        tables += ["<h2>Quarantined items and their last replies</h2>",
-                   as_table(("item", "text", "verdict", "detail", "reply"), left.values())]
-    return tables
 
-
-class Reading:
-    """What a report gathers from ledgers, line by line."""
-
-    def __init__(self) -> None:
-        self.arms: Dict[Tuple[Any, ...], Arm] = {}
-        self.failures: Counter[str] = collections.Counter()     # by HTTP status, or kind
-        self.labels: Set[str] = set()                           # tasks whose answers are labels
-        self.runs: List[Dict[str, Any]] = []
-        self._held: Dict[Tuple[Any, ...], Arm] = {}             # (ledger, task, arm, text) in quarantine now -> by whom
-
-    def take(self, ledger: str, line: Line) -> None:
-        """Take in one line."""
-        row = line.row or {}
-        if row["event"] == "run":
-            self.runs.append(row)
-            if labels_of(an_object(row["task"].get("fields")).get("answer")):
-                self.labels.add(row["fingerprint"])
-        elif row["event"] == "attempt":
-            name = {"ledger": ledger, **{word: row.get(word) for word in GROUP[1:]}}
-            arm = self.arms.setdefault(tuple(name.values()), Arm(name))
-            arm.add(row)
-            for sha in row["text_sha"] if row["verdict"] == "ok" or "quarantined" in row else ():
-                place = (ledger, row["task"], row.get("arm"), sha)
-                self._held.pop(place, None)
-                self._held.update({place: arm} if "quarantined" in row else {})
-        elif row["event"] == "failure":
-            self.failures["429"] += row.get("coalesced", 0)     # the waits of an episode that have no row of their own
-            if "batch" in row:
-                self.failures[str(row.get("status") or row.get("kind"))] += 1
-
-    def settle(self) -> None:
-        """Count who is in quarantine, now that all is read."""
-        self.failures = +self.failures
-        for arm in self._held.values():
-            arm.tally["quarantined"] += 1
+    def beside(title: str, some: Iterable[int]) -> List[str]:
+        rows = [(texts[key], *(answers.get((key, arm)) for arm in arms)) for key in some]
+        return ["<h2>%s</h2>" % title, as_table(("text", *map(arm_label, datas)), rows)] if rows else []
+    tables = beside("The first %d texts and their answers, to be read by a person" % len(first), first)
+    tables += beside("Texts whose answer is another than at size 1", [k for k in texts if short_id(k) in differing])
+    rows = [(short_id(key_of(place[3])), texts.get(key_of(place[3])), row.get("verdict"), row.get("detail"),
+             ("pre", str(row.get("reply")))) for place, row in held.items() if row is not None]
+    return tables + (["<h2>Quarantined items and their last replies</h2>",
+                      as_table(("item", "text", "verdict", "detail", "reply"), rows)] if rows else [])
 
 
 def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
@@ -3497,29 +3612,38 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
         raise HarnessError("--html names a ledger or the input; name another file")
     reading = Reading()
     damaged = {path: replay(path, functools.partial(reading.take, path)).damaged for path in options.ledger}
-    reading.settle()
-    arms = sorted(reading.arms.values(), key=lambda arm: (options.ledger.index(arm.name["ledger"]), (
-        math.inf if arm.name["arm"] is None else arm.name["arm"])))
-    datas = compared_arms(arms, reading.labels, gold_labels(options), options)
+    datas = compared_arms(reading.settle(), gold_labels(options), options)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
     code = DONE if options.fail_unless_safe is None or wanted == {"safe"} else QUARANTINED_LEFT
     if options.html is not None:
-        page = page_of(datas, reading.runs, inspection(options, datas)).encode("utf-8", "backslashreplace")
+        page = page_of(datas, reading, inspection(options, reading, datas)).encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(page), "--html")
     if options.json:
         lines = [number for numbers in damaged.values() for number in numbers]
-        out(json.dumps({"arms": datas, "failures": reading.failures, "damaged_lines": lines}, indent=1))
+        out(json.dumps({"arms": datas, "model_changes": reading.changes, "failures": reading.failures,
+                        "damaged_lines": lines}, indent=1))
         return code
-    for arm, data in zip(arms, datas):
-        out("\n".join(arm_lines(arm, data)))
-    if not arms:
+    for data in datas:
+        out("\n".join(arm_lines(data)))
+    if not datas:
         out("no replies on this ledger: first pass ok %s" % rate(0, 0))
+    for words in change_lines(reading.changes):
+        out(words)
     if reading.failures:
         out("calls without a reply: " + counts(reading.failures))
     for path, numbers in damaged.items():
         if numbers:
             out("damaged lines, skipped: %s (%s)" % (", ".join(map(str, numbers[:MAX_REPORTED])), path))
     return code
+
+
+def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Where the model behind a name changed, in words."""
+    for change in changes[:MAX_REPORTED]:
+        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s of %(ledger)s on "
+               "(%(at)s)" % change)
+    if len(changes) > MAX_REPORTED:
+        yield "%d more changes of the model" % (len(changes) - MAX_REPORTED)
 
 
 Touching = Tuple[int, Dict[str, Any]]                           # the number of a ledger line and its row

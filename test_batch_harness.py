@@ -2991,7 +2991,7 @@ def ask(prompt):
         self.assertEqual([(arm["ledger"], arm["size"], arm["decision"]) for arm in arms],
                          [("a.jsonl", 1, "baseline"), ("b.jsonl", 1, "baseline"), ("c.jsonl", 2, "safe")])
         text = self.main("report", "--ledger", "a.jsonl", "b.jsonl", "c.jsonl")[1]
-        self.assertIn("agrees with size 1 100.0 % of answers (kappa -); floor: size 1 with itself 100.0 %", text)
+        self.assertIn("agrees with size 1 100.0 % of answers (free text: to differ is no error); floor: size 1 with itself 100.0 %", text)
         self.assertIn("decision           safe: first passes fail in at most", text)
 
     def test_a_keyed_form_is_no_evidence(self):
@@ -3012,6 +3012,114 @@ def ask(prompt):
             code, out, err = self.main("report", "--ledger", "l.jsonl", *words)
             self.assertEqual(code, 2)
             self.assertIn(said, err)
+
+    def test_what_is_not_safe_names_rows_that_show_it(self):
+        arms = self.decisions(400, "label = 'good' if place and number % 3 == 0 else label", report=["--html", "page.html", "--input", "items.jsonl"])
+        named = re.search("such as those to ([0-9a-f, ]+); 0.50 calls", arms[2]["why"]).group(1).split(", ")
+        self.assertEqual(named, arms[2]["differing_items"][:3])
+        wrong = {bh.item_id("text number %d" % n) for n in range(0, 400, 3)}
+        self.assertLessEqual(set(arms[2]["differing_items"]), wrong)
+        self.assertGreater(len(arms[2]["differing_items"]), 40)
+        with open("page.html", encoding="utf-8") as file:
+            part = file.read().split("Texts whose answer is another than at size 1")[1].split("</table>")[0]
+        self.assertEqual(part.count("<tr>") - 1, len(arms[2]["differing_items"]))
+        self.assertRegex(part, "<td>text number [0-9]*</td><td>&quot;bad&quot;</td><td>&quot;bad&quot;</td><td>&quot;good&quot;</td>")
+        arms = self.decisions(240, "name = '0' if place and number % 2 else name")
+        named = re.search("such as those of ([0-9a-f, ]+); ", arms[2]["why"]).group(1).split(", ")
+        self.assertEqual(named, arms[2]["failed_items"][:3])
+        self.assertEqual((len(arms[2]["failed_items"]), arms[2]["first"] - arms[2]["first_ok"]), (100, 120))
+
+    def test_the_page_shows_the_first_texts_that_have_answers(self):
+        self.items_file(400)
+        self.trial("--sizes", "1", "--sample", "150")
+        self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", "page.html")
+        with open("page.html", encoding="utf-8") as file:
+            shown = re.findall("<td>text number ([0-9]+)</td><td>(.*?)</td>", file.read())
+        self.assertEqual((len(shown), [answer for _, answer in shown if answer == "-"]), (100, []))
+        answered = {name for row in self.rows("t.jsonl") for name in row["batch"]}
+        self.assertEqual([int(n) for n, _ in shown], [n for n in range(400) if bh.item_id("text number %d" % n) in answered][:100])
+
+    def test_fields_are_compared_one_by_one_too(self):
+        self.items_file(60)
+        task = {"instruction": "Judge.", "fields": {"tone": {"enum": ["good", "bad"]}, "topic": {"enum": ["a", "b"]}, "note": {"type": "string"}}}
+        self.write("task.json", json.dumps(task))
+        self.write("model.py", self.MODEL.replace("TWIST", "topic = 'ab'[number % 2 if len(found) == 1 or number % 4 else 1]").replace(
+            '"answer": "%s"}\' % (name, label)', '"tone": "%s", "topic": "%s", "note": "%d"}\' % (name, label, topic, asked[prompt])'))
+        self.assertEqual(self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--task", "task.json", "--sizes", "1,1,2", "--ledger", "t.jsonl")[0], 0)
+        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
+        self.assertEqual((arm["fields"]["tone"], arm["fields"]["topic"]["agreement"], arm["kappa"]), ({"agreement": 1.0, "labels": True, "kappa": 1.0}, 0.75, None))
+        self.assertAlmostEqual(arm["fields"]["topic"]["kappa"], 0.5)
+        self.assertEqual((arm["fields"]["note"]["kappa"], arm["fields"]["note"]["labels"]), (None, False))
+        text = self.main("report", "--ledger", "t.jsonl")[1]
+        self.assertIn("(kappa tone 1.00, topic 0.50)", text)
+        self.assertRegex(text, "by field           tone 100.0 %, topic 75.0 %, note [0-9.]+ %")
+        self.write("gold.csv", "text,tone,other\n" + "".join("text number %d,%s,%s\n" % (n, "good" if n % 3 else "bad", "a") for n in range(60)))
+        arms = json.loads(self.main("report", "--ledger", "t.jsonl", "--json", "--input", "gold.csv", "--gold-field", "tone")[1])["arms"]
+        self.assertEqual([arm["accuracy"] for arm in arms], [1.0, 1.0, 1.0])
+        code, out, err = self.main("report", "--ledger", "t.jsonl", "--input", "gold.csv", "--gold-field", "other")
+        self.assertEqual((code, out), (2, ""))
+        self.assertIn("--gold-field other can mean tone or topic or note of the task; ", err)
+
+    def test_gold_labels_may_be_numbers_in_a_file_of_text(self):
+        self.write("task.json", json.dumps({"instruction": "Judge.", "fields": {"answer": {"enum": [0, 1]}}}))
+        self.items_file(6)
+        self.write("model.py", self.MODEL.replace("TWIST", "label = number % 2").replace('"answer": "%s"', '"answer": %s'))
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:model.py:ask", "--task", "task.json")[0], 0)
+        self.write("gold.csv", "text,gold\n" + "".join("text number %d,%d\n" % (n, n % 2 or n == 2) for n in range(6)))
+        self.write("gold.jsonl", "".join(json.dumps({"text": "text number %d" % n, "gold": int(n % 2 or n == 2)}) + "\n" for n in range(6)))
+        self.write("odd.csv", "text,gold\ntext number 1,one\n")
+        for path in ("gold.csv", "gold.jsonl"):
+            self.assertEqual(json.loads(self.main("report", "--json", "--input", path, "--gold-field", "gold")[1])["arms"][0]["accuracy"], 5 / 6)
+        code, out, err = self.main("report", "--input", "odd.csv", "--gold-field", "gold")
+        self.assertEqual((code, out), (2, ""))
+        self.assertIn("no gold of the input is a label of the task (0, 1); check --gold-field", err)
+
+    def test_reordered_replies_are_compared_apart(self):
+        self.items_file(40)
+        self.write("model.py", self.MODEL.replace("TWIST", "label = 'bad' if len(found) == 2 and int(found[0][1].split()[-1]) % 4 else label").replace(
+            'return "[" +', 'rows = rows[::-1] if len(found) == 2 and int(found[0][1].split()[-1]) % 4 else rows\n    return "[" +'))
+        self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--labels", "good,bad", "--sizes", "1,1,2", "--ledger", "t.jsonl", "--sample", "40")
+        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
+        rows = [row for row in self.rows("t.jsonl") if row.get("reordered")]
+        names = [name for row in rows for name in row["batch"]]
+        single = {name: answer for row in self.rows("t.jsonl") if row["arm"] == 0 for name, answer in row["answers"].items()}
+        self.assertGreater(len(rows), 2)
+        self.assertEqual(arm["reordered"], len(rows))
+        self.assertAlmostEqual(arm["agreement_reordered"], sum(single[name] == "bad" for name in names) / len(names))
+        self.assertIn("  if reordered       ", self.main("report", "--ledger", "t.jsonl")[1])
+
+    def test_where_the_model_changed_is_named_by_line(self):
+        served = dict.fromkeys((4, 5), "served-2")
+        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt), model=served.get(n, "served-1")))
+        self.ask(server, 8, "--workers", "1")
+        data = json.loads(self.main("report", "--json")[1])
+        self.assertEqual([(change["line"], change["before"], change["after"], change["asked"]) for change in data["model_changes"]],
+                         [(5, "served-1", "served-2", "openai:asked-1"), (7, "served-2", "served-1", "openai:asked-1")])
+        self.assertEqual([(arm["model_string"], arm["calls"]) for arm in data["arms"]], [("served-1", 6), ("served-2", 2)])
+        self.assertIn("the model changed: openai:asked-1 was served-1, and is served-2 from line 5 of ", self.main("report")[1])
+
+    def test_a_refusal_counts_where_the_model_that_was_asked_answered(self):
+        server = self.serve(lambda prompt, n: (400, json.dumps({"error": {"message": "no", "code": "content_filter"}}).encode(), {})
+                            if "number 3" in prompt else completion(reply_to_prompt(prompt)))
+        self.ask(server, 8, "--batch-size", "2", "--workers", "1")
+        [arm] = json.loads(self.main("report", "--json")[1])["arms"]
+        self.assertEqual((arm["model_string"], arm["first"], arm["first_ok"], arm["verdicts"], arm["quarantined"]), ("served-1", 4, 3, {"ok": 4, "rejected": 2}, 1))
+
+    def test_models_that_name_themselves_not_are_told_apart_by_what_was_asked(self):
+        self.items_file(4)
+        self.write("model.py", self.MODEL.replace("TWIST", "pass") + "\nother = ask\n")
+        for name in ("ask", "other"):
+            self.main("--input", "items.jsonl", "--model", "py:model.py:" + name, "--limit", "2")
+        arms = json.loads(self.main("report", "--json")[1])["arms"]
+        self.assertEqual([(arm["asked"], arm["model_string"], arm["items"]) for arm in arms], [("py:model.py:ask", None, 2), ("py:model.py:other", None, 2)])
+        self.assertIn("model py:model.py:other (not named by the endpoint)", self.main("report")[1])
+
+    def test_halves_and_differences_are_of_batches_alone(self):
+        arms = self.decisions(120, "name = '0' if len(found) == 2 and number % 5 == 0 else name\n        label = 'bad' if len(found) == 2 and place else label")
+        rows = arms[2]["first_ok"] + arms[2]["rescued"]
+        self.assertGreater(arms[2]["fallbacks"], 10)
+        self.assertEqual((arms[2]["half_first"], arms[2]["fell_back"]), (0.0, 2 * (60 - rows)))
+        self.assertGreater(arms[2]["half_second"], 0.4)
 
     def test_a_run_at_a_larger_size_is_told_that_it_has_no_baseline(self):
         server = self.serve()
@@ -3052,7 +3160,7 @@ def ask(prompt):
                 assert opened.pop() == tag
         Checker().feed(page)
         self.assertEqual(opened, [])
-        self.assertLessEqual(set(tags), {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "div", "table", "tr", "th", "td", "pre", "svg", "line", "circle", "text"})
+        self.assertLessEqual(set(tags), {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "b", "div", "table", "tr", "th", "td", "pre", "svg", "line", "circle", "text"})
         for target in ("t.jsonl", "items.jsonl"):
             self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", target)[0], 2)
 
