@@ -31,7 +31,8 @@ Invariants, each shown by tests:
     8. Nothing is guessed: no position, no prefix, no edit distance.
 
 Exit codes: 0 done; 1 finished, some items quarantined, or a size that --fail-unless-safe asks for is not safe; 2 usage
-or bad input, nothing called; 3 stopped early by the endpoint, a budget or a deadline; 130 interrupted.
+or bad input, nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130
+interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
 THE TRUST LINE, models, run, statistics, report, explain and export, command line.  Whoever reads down to the trust
@@ -45,6 +46,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import errno
 import functools
 import hashlib
 import heapq
@@ -105,12 +107,13 @@ REFUSED_FINISHES = frozenset({"content_filter", "refusal"})
 FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource"})     # the endpoint broke off: no reply
 REJECTED = "rejected"                                           # our own finish: the endpoint refused the prompt
 
-DONE, QUARANTINED_LEFT, USAGE, STOPPED, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, QUARANTINED_LEFT, USAGE, STOPPED, WAITING, INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXITS: Dict[int, str] = {
     DONE: "all that was asked is done (also when --limit was reached, or there was nothing to do)",
     QUARANTINED_LEFT: "finished, some items quarantined",
     USAGE: "usage or bad input; nothing was called",
     STOPPED: "stopped early: endpoint, budget or deadline",
+    WAITING: "batch jobs are waiting; the same command goes on",
     INTERRUPTED: "interrupted",
 }
 
@@ -357,6 +360,12 @@ class InputSpec(NamedTuple):
     id_field: Optional[str] = None      # None: "id" where there is one
     template: Optional[RowTemplate] = None
     query: Optional[str] = None         # of an SQLite file
+    shard: Tuple[int, int] = (1, 1)     # i of n: of the good rows those whose id, as a number, leaves i - 1 modulo n
+
+    def holds(self, row: Row) -> bool:
+        """Whether a row is of this shard; bad rows are of every one."""
+        part, parts = self.shard
+        return parts == 1 or row.error is not None or int(item_id(row.text), 16) % parts == part - 1
 
     def row(self, record: Record) -> Row:
         """The row of a record: its text and key, or what is wrong with it."""
@@ -449,7 +458,7 @@ class Source:
                 if zipped:
                     import gzip
                 lines: Any = gzip.open(file, "rb") if zipped else file
-                yield from map(self.spec.row, READERS[self._format](lines))
+                yield from filter(self.spec.holds, map(self.spec.row, READERS[self._format](lines)))
         except (EOFError, OSError, zlib.error) as error:
             raise HarnessError("%s: %s; is the file whole?" % (self.name, error))
         except HarnessError as error:
@@ -1141,15 +1150,21 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
 # the same fold serves the append and the replay.
 # ====================================================================================================================
 
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")        # what would steer a terminal
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # what would break a line in a terminal or an editor
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
 NEEDED: Dict[str, Dict[str, Any]] = {                           # members that readers rely on, by kind of row
     "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
     "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
-                "run": str, "batch_id": str, "form": str}}
+                "run": str, "batch_id": str, "form": str},
+    "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
+REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
+    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
+    "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
     "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
-    "status": int}
+    "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
+    "arms": list, "size": int, "attempt": int}
 
 
 def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
@@ -1171,7 +1186,7 @@ def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
 def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: Mapping[str, Any]) -> Dict[str, Any]:
     """The row of one reply.  Its answers are those of the verdict, and of nothing else.
 
-    `context` gives at, run, ms, prompt_sha and, where they apply, arm and params.
+    `context` gives at, run, ms, prompt_sha and, where they apply, arm, params, job and custom_id.
     """
     quarantined = ask.ids if ask.quarantines(verdict.code) else ()
     sources = [item.source and _source_value(item.source) for item in ask.items]
@@ -1186,7 +1201,33 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: M
         "finish": reply.finish, "request_id": reply.request_id, "params": context.get("params"),
         "sources": sources if any(source is not None for source in sources) else None,
         "text_sha": [item.digest[:32] for item in ask.items] if quarantined or verdict.code == "ok" else None,
-        "prompt_sha": context["prompt_sha"], "reply": reply.text if isinstance(reply.text, str) else None})
+        "prompt_sha": context["prompt_sha"], "job": context.get("job"), "custom_id": context.get("custom_id"),
+        "reply": reply.text if isinstance(reply.text, str) else None})
+
+
+def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
+    """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
+    return {"batch": list(ask.ids), "text_sha": [item.digest[:32] for item in ask.items],
+            "sources": [item.source for item in ask.items], "prompt_sha": prompt_digest(prompt),
+            **{name: getattr(ask, name) for name in ("attempt", "fallback", "last_form", "last_attempt", "batch_id",
+                                                     "size")}}
+
+
+def ask_of(request: Mapping[str, Any]) -> Ask:
+    """The ask that request_of was given, but for the texts of its items: a reply is judged without them."""
+    items = [Item._make(("", *members)) for members in zip(request["batch"], request["text_sha"], request["sources"])]
+    return Ask(tuple(items), *(request[name] for name in Ask._fields[1:]))
+
+
+def rederived(row: Mapping[str, Any], task: Task) -> Verdict:
+    """What the raw reply of an accepted row proves today."""
+    items = [Item._make(("", name, sha, None)) for name, sha in zip(row["batch"], row["text_sha"])]
+    return validate(items, Reply(row.get("reply"), _word(row.get("finish"))), task)
+
+
+def prompt_digest(prompt: str) -> str:
+    """32 hex digits of SHA-256 of a prompt."""
+    return hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32]
 
 
 def _source_value(key: str) -> Any:
@@ -1201,22 +1242,36 @@ def is_row(row: Any) -> bool:
         return False
     if not (all(isinstance(row.get(name), kind) for name, kind in NEEDED.get(row["event"], {}).items())
             and all(isinstance(row[name], kind) for name, kind in OPTIONAL.items() if name in row)
-            and all(abs(value) < MAX_INTEGER for value in row.values() if isinstance(value, int))):
+            and all(abs(value) < MAX_INTEGER for value in row.values() if isinstance(value, int))
+            and all(type(size) is int and size > 0 for size in row.get("arms", []))
+            and all(isinstance(name, str) for name in row.get("batch", []))
+            and row.get("size", 1) > 0 and row.get("attempt", 1) > 0):
         return False
     if row["event"] != "attempt":
-        return True
+        return row["event"] != "job" or all(map(_is_request, row.get("requests", {}).values()))
     batch, digests, accepted = row["batch"], row.get("text_sha"), row["verdict"] == "ok"
-    if (not batch or not all(isinstance(name, str) for name in batch + row.get("normalised", []))
+    if (not batch or not all(isinstance(note, str) for note in row.get("normalised", []))
             or row["verdict"] not in VERDICTS or accepted != ("answers" in row)
             or not isinstance(row.get("answers", {}), dict)
             or (accepted and set(row["answers"]) != set(batch))):
         return False
     if not accepted and "quarantined" not in row:
         return True
-    if not isinstance(digests, list) or len(digests) != len(batch) or row.get("quarantined", batch) != batch:
-        return False
-    return all(isinstance(sha, str) and re.match("[0-9a-f]{32}\\Z", sha) and sha.startswith(name)
-               for sha, name in zip(digests, batch))
+    return row.get("quarantined", batch) == batch and _fit(batch, digests)
+
+
+def _fit(batch: List[Any], digests: Any) -> bool:
+    """Whether these are the digests of texts with these ids."""
+    return isinstance(digests, list) and len(digests) == len(batch) and all(
+        isinstance(sha, str) and re.match("[0-9a-f]{32}\\Z", sha) and isinstance(name, str) and sha.startswith(name)
+        for sha, name in zip(digests, batch))
+
+
+def _is_request(value: Any) -> bool:
+    return (isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in REQUEST.items())
+            and bool(value["batch"]) and _fit(value["batch"], value["text_sha"])
+            and len(value["sources"]) == len(value["batch"])
+            and all(source is None or isinstance(source, str) for source in value["sources"]))
 
 
 class Line(NamedTuple):
@@ -1263,6 +1318,19 @@ class OpenBatch(NamedTuple):
     codes: Dict[Tuple[Tuple[str, ...], int], str]               # (ids, attempt) -> verdict
 
 
+class OpenJob(NamedTuple):
+    """A job whose results are not collected: what was to be made, and what is known of it since."""
+
+    intent: Mapping[str, Any]                   # the row from before it was made; its requests by custom id
+    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created
+    seen: Set[str]                              # custom ids whose outcome is on the ledger
+
+    @property
+    def name(self) -> str:
+        """What it is called where it runs; "" while that is not known."""
+        return str(self.steps["created"].get("job", "")) if "created" in self.steps else ""
+
+
 class Frozen(NamedTuple):
     """The input as the first pass found it."""
 
@@ -1283,6 +1351,8 @@ class State:
         self.task, self.arm = task, arm
         self.status: Dict[int, int] = dict.fromkeys(frozen, FROZEN)
         self.open: Dict[str, OpenBatch] = {}                                    # by batch_id
+        self.jobs: Dict[str, OpenJob] = {}                                      # by key
+        self.job_names: Set[str] = set()                        # all jobs that are known, collected or not
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
         self.conflicts = 0                                      # accepted again with another row; the first counts
@@ -1307,11 +1377,36 @@ class State:
             if mine:
                 return self._attempt(row)
             self.other_tasks[row["stage"], row["task"]] += len(row.get("answers", ()))
+        elif row["event"] == "job":
+            self._job(row)
+        elif row["event"] == "failure":
+            self._see(row)
         return []
+
+    def _job(self, row: Mapping[str, Any]) -> None:
+        """A step of a job: intent; then uploaded, created or disowned; collected or abandoned in the end."""
+        key, step = row["key"], row["step"]
+        self.job_names.add(row.get("job", ""))
+        if row["task"] != self.task.fingerprint:
+            return
+        if step == "intent" and "requests" in row:
+            self.jobs[key] = OpenJob(row, {}, set())
+        elif step in ("collected", "abandoned"):
+            self.jobs.pop(key, None)
+        elif step == "disowned" and key in self.jobs:
+            self.jobs[key].steps.pop("created", None)
+        elif key in self.jobs:
+            self.jobs[key].steps[step] = row
+
+    def _see(self, row: Mapping[str, Any]) -> None:
+        job = self.jobs.get(str(row.get("custom_id")).rpartition("-")[0])
+        if job is not None:
+            job.seen.add(row["custom_id"])
 
     def _attempt(self, row: Mapping[str, Any]) -> List[int]:
         settled: List[int] = []
         accepted = row["verdict"] == "ok"
+        self._see(row)
         for sha in row["text_sha"] if accepted or "quarantined" in row else ():
             key = key_of(sha)
             flags = self.status.get(key, 0)
@@ -1372,21 +1467,26 @@ class History(NamedTuple):
     lines: int = 0
     crc: int = 0                        # CRC-32 of the last line
     damaged: Tuple[int, ...] = ()       # the numbers of lines that held no row
+    broken: Tuple[int, ...] = ()        # and of rows that do not follow the line before: edited, removed or repeated
     torn: Optional[int] = None          # the number of a last line that was cut
     unfinished: bool = False            # the last line has no newline
 
 
 def replay(path: str, take: Callable[[Line], Any]) -> History:
     """Hand every line that holds a row to `take`, in order; HarnessError when the file holds no ledger."""
-    rows = 0
+    rows = crc = 0
     damaged: List[int] = []
+    broken: List[int] = []
     line: Optional[Line] = None
     for line in read_ledger(path):
         if line.row is not None:
             rows += 1
+            if line.row["seq"] != line.number or line.row.get("prev") != "%08x" % crc:
+                broken.append(line.number)
             take(line)
         elif line.whole:
             damaged.append(line.number)
+        crc = line.crc
     if line is None:
         return History()
     if not rows:                        # a first row that was torn is the beginning of a ledger, another file is not
@@ -1395,7 +1495,7 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
         if head != ROW_BEGIN and (damaged or not ROW_BEGIN.startswith(head)):
             raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % path)
     torn = line.number if line.row is None and not line.whole else None
-    return History(line.number, line.crc, tuple(damaged), torn, not line.whole)
+    return History(line.number, line.crc, tuple(damaged), tuple(broken), torn, not line.whole)
 
 
 def settled_places(path: str, state: State) -> Dict[int, int]:
@@ -1610,8 +1710,11 @@ def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
     word, provider, name = provider_of(options.model)
     url = options.base_url or os.environ.get(provider.base_variable, "").strip() or provider.base
     if not url and provider is OTHER:
-        raise HarnessError("--model %s names no provider and there is no --base-url; did you mean ollama:%s? choose %s"
-                           % (name, name, CHOICES))
+        import difflib
+        close = difflib.get_close_matches(name.partition(":")[0], PROVIDERS, 1) if ":" in name else []
+        meant = "%s:%s" % (close[0], name.partition(":")[2]) if close else "ollama:" + name
+        raise HarnessError("--model %s names no provider and there is no --base-url; did you mean %s? choose %s"
+                           % (name, meant, CHOICES))
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url https://NAME.../openai/v1" % word)
     api, version = APIS[provider.api], options.api_version or next(iter(provider.versions), None)
@@ -1665,6 +1768,7 @@ def endpoint_key(options: argparse.Namespace, provider: Provider, url: str) -> s
 # ---- HTTP: bytes to a host and back ----
 
 BASE_URL = "the base URL (--base-url or its variable)"
+JSON_BODY = "Content-Type: application/json"
 END_OF_LINE, END_OF_HEAD = re.compile(rb"\r?\n"), re.compile(rb"\r?\n\r?\n")
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
@@ -1682,16 +1786,16 @@ class Response(NamedTuple):
 class Inbox:
     """What a connection brings; `receive` gives the next bytes, or none at the end.  EOFError: it ended too soon."""
 
-    def __init__(self, receive: Callable[[], bytes]) -> None:
+    def __init__(self, receive: Callable[[], bytes], most: int) -> None:
         self.data = b""                                 # what came and is not read yet
-        self._receive, self._came = receive, 0
+        self._receive, self._left, self._most = receive, most, most
 
     def more(self, needed: bool = True) -> bytes:
         """The next bytes from the connection."""
         part = self._receive()
-        self._came += len(part)
-        if self._came > MAX_REPLY:
-            raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+        self._left -= len(part)
+        if self._left < 0:
+            raise OverflowError("more than %d MB as one reply" % (self._most >> 20))
         if not part and needed:
             raise EOFError("the reply broke off")
         return part
@@ -1731,9 +1835,10 @@ class Inbox:
                 pass
 
 
-def read_response(receive: Callable[[], bytes]) -> Response:
+def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
-    inbox, status = Inbox(receive), "100"
+    most = most or MAX_REPLY
+    inbox, status = Inbox(receive, most), "100"
     while status[:1] == "1":                            # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
         version, status = first[:9], first[9:12]
@@ -1752,7 +1857,7 @@ def read_response(receive: Callable[[], bytes]) -> Response:
     else:
         body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
     if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
-        body = zlib.decompressobj(47).decompress(body, MAX_REPLY)
+        body = zlib.decompressobj(47).decompress(body, most)
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
     return Response(int(status), headers, body, kept_alive and not inbox.data)
@@ -1783,7 +1888,7 @@ class Client:
         self._address = (url.hostname, url.port or (443 if self._tls else 80))
         self.host, self.loopback = "%s://%s%s" % (url.scheme, url.netloc, self._path), is_loopback(url.hostname)
         self._headers = ["Host: " + url.netloc, "User-Agent: batch_harness/" + __version__, "Accept: application/json",
-                         "Accept-Encoding: identity", "Content-Type: application/json", *headers]
+                         "Accept-Encoding: identity", *headers]
         self._proxy, self._login = proxy_for(url.scheme, "" if self.loopback else url.hostname)
         if self._proxy is not None and not self._tls:
             self._path = self.host                      # a proxy is asked for the whole URL
@@ -1800,14 +1905,16 @@ class Client:
             secret_pattern([secret, *logins, *keys], 16).sub, "***")
         self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> when that has to end
 
-    def head(self, method: str, path: str) -> bytes:
+    def head(self, method: str, path: str, *lines: str) -> bytes:
         """The head of a request; it ends in "Content-Length: ", and exchange adds the number."""
         path = path[3:] if path.startswith("/v1/") and self._path.endswith("/v1") else path
-        target = self._path + path + ("?" + self._query if self._query else "")
-        return "\r\n".join(["%s %s HTTP/1.1" % (method, target), *self._headers, "Content-Length: "]).encode("ascii")
+        target = self._path + path + (("&" if "?" in path else "?") + self._query if self._query else "")
+        whole = ["%s %s HTTP/1.1" % (method, target), *self._headers, *(lines or [JSON_BODY]), "Content-Length: "]
+        return "\r\n".join(whole).encode("ascii")
 
-    def exchange(self, head: bytes, data: bytes) -> Response:
+    def exchange(self, head: bytes, data: bytes, timeout: float = 0.0, most: int = 0) -> Response:
         """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
+        timeout = timeout or self._timeout
         now, response, kept, new = time.monotonic(), None, self._kept, True
         try:
             # Nothing can be due on a kept connection: it is closed, or out of step.  The look costs as much as some
@@ -1816,18 +1923,18 @@ class Client:
                 self._drop()
             kept.began = now
             new, kept.connection = kept.connection is None, kept.connection or self._connection()
-            self._deadlines[kept.connection] = now + self._timeout
+            self._deadlines[kept.connection] = now + timeout
             if new:
                 kept.connection.connect()
                 kept.connection.sock.settimeout(None)               # from here on end_overdue is the clock
                 kept.has_news, new = news_of(kept.connection.sock), False
             sock = kept.connection.sock
             sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
-            response = read_response(functools.partial(sock.recv, 1 << 16))
+            response = read_response(functools.partial(sock.recv, 1 << 16), most)
             return response
         except (OSError, EOFError, ValueError, OverflowError, zlib.error, self._http.HTTPException) as error:
             self._wary = True
-            raise self._failure(TimeoutError() if time.monotonic() - now >= self._timeout else error, new)
+            raise self._failure(TimeoutError() if time.monotonic() - now >= timeout else error, new)
         finally:
             self._deadlines.pop(kept.connection, None)
             if response is None or not response.kept_alive:
@@ -2130,16 +2237,25 @@ class Endpoint:
 
     def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
         """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
-        body = {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
-        response, client = self._client.exchange(self._head, json.dumps(body).encode("ascii")), self._client
-        text, finish, refusal, model_string, tokens_in, tokens_out, _ = as_reply(self.read(response, body))
+        data = json.dumps(self.body(prompt, extra)).encode("ascii")
+        return self.reply(self._client.exchange(self._head, data), extra)
+
+    def body(self, prompt: str, extra: Mapping[str, Any]) -> Dict[str, Any]:
+        """The body of the request for a prompt."""
+        return {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
+
+    def reply(self, response: Response, extra: Iterable[str] = ()) -> Reply:
+        """The Reply of a response, with every word of it masked; CallFailed when it holds an error or no reply."""
+        client = self._client
+        text, finish, refusal, model_string, tokens_in, tokens_out, _ = as_reply(
+            self._read(response, {*self._body, "messages", *extra}))
         request_id = response.headers.get("x-request-id") or response.headers.get("request-id")
         return Reply(text and client.mask_long(text), finish and client.mask_long(finish),
                      refusal and client.mask(refusal), model_string and client.mask_long(model_string), tokens_in,
                      tokens_out, request_id and client.mask_long(request_id))
 
-    def read(self, response: Response, sent: Iterable[str]) -> Reply:
-        """The Reply of a response; CallFailed when it holds an error or no reply.  Pure but for the date of a wait."""
+    def _read(self, response: Response, sent: Iterable[str]) -> Reply:
+        """The Reply of a response as it came.  Pure but for the date of a wait."""
         text = response.body.decode("utf-8", "surrogateescape").lstrip("\ufeff")         # no UTF-8: a lone surrogate
         try:
             document = json.loads(text)
@@ -2712,7 +2828,7 @@ class Runner:
         verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
         row = attempt_row(ask, reply, verdict, self.task, {
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
-            "arm": flight.arm, "prompt_sha": hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32]})
+            "arm": flight.arm, "prompt_sha": prompt_digest(prompt)})
         return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), refusal)
 
     # ---- what a call came to ----
@@ -2877,7 +2993,7 @@ class Speaker:
     """
 
     def __init__(self, stream: Any) -> None:
-        self._stream, self.closed, self._drawn = stream, False, 0
+        self._stream, self.closed, self.full, self._drawn = stream, False, False, 0
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
 
@@ -2892,7 +3008,7 @@ class Speaker:
     def __call__(self, text: str) -> None:
         """Print one text above the live line."""
         self.live("")
-        self._write(re.sub("[\0-\x08\x0b-\x1f\x7f-\x9f]", "?", text) + "\n")
+        self._write(CONTROLS.sub("?", text) + "\n")
 
     def live(self, text: str) -> None:
         """Draw the live line anew; an empty one is wiped away."""
@@ -2906,8 +3022,8 @@ class Speaker:
             try:
                 self._stream.write(text)
                 self._stream.flush()
-            except (OSError, ValueError):
-                self.closed = True
+            except (OSError, ValueError) as error:
+                self.closed, self.full = True, getattr(error, "errno", None) == errno.ENOSPC
 
     def finish(self) -> None:
         """Keep the interpreter's last flush from failing on a stream that was closed."""
@@ -2940,9 +3056,9 @@ class Limits(NamedTuple):
     high: float
 
 
-def boundary(holds: Callable[[float], bool], inside: float, outside: float) -> float:
+def boundary(holds: Callable[[float], bool], inside: float, outside: float, steps: int = 40) -> float:
     """Where a condition that holds inside stops to hold, by bisection."""
-    for _ in range(40):
+    for _ in range(steps):
         middle = (inside + outside) / 2
         inside, outside = (middle, outside) if holds(middle) else (inside, middle)
     return (inside + outside) / 2
@@ -2982,24 +3098,28 @@ def calls_needed(failures: int, calls: int, bound: float) -> int:
 def refuted(values: Iterable[float], mean: float, below: bool) -> bool:
     """Whether values in [-1, 1] show that their mean is below (or above) `mean`: a betting martingale passes 1 / LEVEL.
 
-    Waudby-Smith and Ramdas 2024; each bet is made from the values before it.
+    Waudby-Smith and Ramdas 2024; each bet is made from the values before it.  They must come in an order that has
+    nothing to do with what they are.
     """
-    sign, log, best = (-1 if below else 1), 0.0, 0.0
+    sign, log, enough = (-1 if below else 1), 0.0, -math.log(LEVEL)
+    most, least = MOST_AT_STAKE / (1 + sign * mean), abs(mean) * (1 - abs(mean))    # variance of rare whole differences
     count, total, squares = 1, 0.0, 0.02                # as if one value of no difference had been seen
     for value in values:
         edge = sign * (total / count - mean)
-        stake = edge / (squares / count - (total / count) ** 2 + edge * edge) if edge > 0 else 0.0
-        log += math.log1p(min(stake, MOST_AT_STAKE / (1 + sign * mean)) * sign * (value - mean))
-        best = max(best, log)
+        if edge > 0:
+            variance = max(least, squares / count - (total / count) ** 2)
+            log += math.log1p(min(edge / (variance + edge * edge), most) * sign * (value - mean))
+            if log >= enough:
+                return True
         count, total, squares = count + 1, total + value, squares + value * value
-    return best >= -math.log(LEVEL)
+    return False
 
 
 def mean_limits(values: Sequence[float]) -> Limits:
     """Limits of the mean of values in [-1, 1], valid under peeking."""
     seen = min(max(sum(values) / len(values), -1 + 1e-9), 1 - 1e-9) if values else 0.0
-    return Limits(boundary(lambda mean: not refuted(values, mean, below=False), seen, -1 + 1e-9),
-                  boundary(lambda mean: not refuted(values, mean, below=True), seen, 1 - 1e-9))
+    return Limits(boundary(lambda mean: not refuted(values, mean, below=False), seen, -1 + 1e-9, 20),
+                  boundary(lambda mean: not refuted(values, mean, below=True), seen, 1 - 1e-9, 20))
 
 
 def kappa(pairs: Sequence[Tuple[Any, Any]]) -> Optional[float]:
@@ -3022,6 +3142,12 @@ def mcnemar(first: int, second: int) -> float:
     def chance(k: int) -> float:
         return math.exp(math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) - count * math.log(2))
     return 1.0 if first == second else 2 * sum(map(chance, range(least))) + chance(least)
+
+
+@functools.lru_cache(maxsize=None)
+def clean_calls(margin: float) -> int:
+    """How many calls without any difference show that answers differ by at most `margin`."""
+    return next(count for count in itertools.count(2 * int(1 / margin)) if refuted([0.0] * count, margin, below=True))
 
 
 def at_best(calls: int) -> str:
@@ -3080,6 +3206,8 @@ def write_whole(path: str, write: Callable[[IO[bytes]], Any], option: str) -> No
     try:
         with open(partial, "wb") as file:
             write(file)
+        if whole and os.path.exists(target):
+            os.chmod(partial, os.stat(target).st_mode & 0o7777)
         if whole:
             os.replace(partial, target)
     except OSError as error:
@@ -3112,7 +3240,7 @@ class Arm:
         self.tally: Counter[str] = collections.Counter()
         self.ms: List[int] = []
         self.answers: Dict[int, Answer] = {}                # by key_of(digest)
-        self.calls: List[Tuple[bool, List[int]]] = []       # of each accepted batch: was it reordered?, its texts
+        self.calls: List[Tuple[bool, List[int]]] = []       # of each accepted full batch: was it reordered?, its texts
         self.failed: List[str] = []                         # an item of each of the first batches that failed at first
         self.fell_back: Set[str] = set()                    # items that were asked again because their batch failed
         self._same: Dict[Answer, Answer] = {}               # labels are few: equal answers are held once
@@ -3120,19 +3248,21 @@ class Arm:
     def add(self, row: Mapping[str, Any]) -> None:
         """Count one attempt row."""
         failed = self.tally["first"] - self.tally["first_ok"]
+        keys = [key_of(sha) for sha in row["text_sha"]] if row["verdict"] == "ok" else []
+        if keys and all(key in self.answers for key in keys):
+            self.tally["repeated"] += 1                     # no new evidence: a ledger was put together by hand
+            return
         add_row(self.tally, row)
-        self.ms.append(row["ms"] if type(row.get("ms")) is int else 0)
+        self.ms += [row["ms"]] if type(row.get("ms")) is int else []           # a batch job's calls have none
         if self.tally["first"] - self.tally["first_ok"] > failed and len(self.failed) < SHOWN_ITEMS:
             self.failed.append(row["batch"][0])
         if row["fallback"] and row["size"] > 1:
             self.fell_back.update(row["batch"])
-        if row["verdict"] == "ok":
-            keys = [key_of(sha) for sha in row["text_sha"]]
-            for key, name in zip(keys, row["batch"]):
-                answer = comparable(row["answers"][name], self.fields)
-                self.answers.setdefault(key, self._same.setdefault(answer, answer))
-            if not row["fallback"]:
-                self.calls.append((bool(row.get("reordered")), keys))
+        for key, name in zip(keys, row["batch"]):
+            answer = comparable(row["answers"][name], self.fields)
+            self.answers.setdefault(key, self._same.setdefault(answer, answer))
+        if not row["fallback"] and len(keys) == row["size"]:
+            self.calls.append((bool(row.get("reordered")), keys))
 
     def take_over(self, other: Arm) -> None:
         """Count what another arm of nothing but refusals holds here."""
@@ -3213,6 +3343,7 @@ def share(equal: Sequence[bool]) -> Optional[float]:
 class Comparison(NamedTuple):
     """An arm against the first arm of size 1 and its repetition; None where there is nothing to compare."""
 
+    singles: int = 0                            # single first calls of this model and task
     agreement: Optional[float] = None           # with size 1, of whole answers
     floor: Optional[float] = None               # agreement of size 1 with its own repetition
     reordered: Optional[float] = None           # agreement with size 1 of the batches whose replies were reordered
@@ -3223,13 +3354,13 @@ class Comparison(NamedTuple):
     differing: Sequence[int] = ()               # texts with another answer, where size 1 and its repetition agree
 
 
-def compared(arm: Arm, base: Arm, again: Optional[Arm]) -> Comparison:
-    """Compare an arm with size 1 and its repetition, text by text."""
-    other = {} if again is None else again.answers
+def compared(arm: Arm, alike: Sequence[Arm]) -> Comparison:
+    """Compare an arm with the first arm of size 1 and its repetition, text by text."""
+    base, other = alike[0], alike[1].answers if len(alike) > 1 else {}
     differences: List[float] = []
     halves: Tuple[List[bool], List[bool]] = ([], [])
     shuffled: List[bool] = []
-    for reordered, keys in arm.calls:
+    for reordered, keys in sorted(arm.calls, key=lambda call: call[1]):     # by digest: an order as good as drawn
         shifts = []
         for place, key in enumerate(keys):
             if key in base.answers:
@@ -3246,6 +3377,7 @@ def compared(arm: Arm, base: Arm, again: Optional[Arm]) -> Comparison:
                         "kappa": kappa(pairs) if labels else None}
     differing = [key for key in both if arm.answers[key] != base.answers[key] == other.get(key, base.answers[key])]
     return Comparison(
+        sum(one.tally["first"] for one in alike),
         share([arm.answers[key] == base.answers[key] for key in both]),
         share([answer == base.answers[key] for key, answer in other.items() if key in base.answers]),
         share(shuffled), fields, differences, mean_limits(differences),
@@ -3257,27 +3389,30 @@ def decided(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.
     first, failed, shift = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"], found.shift
     if arm.name["size"] == 1:
         return "baseline", "%d single first calls" % first
-    if base is None or base.tally["first"] < BASELINE:
-        return "baseline first", "%d of %d single first calls of this model and task" % (
-            base.tally["first"] if base is not None else 0, BASELINE)
+    if base is None or found.singles < BASELINE:
+        return "baseline first", "%d of %d single first calls of this model and task" % (found.singles, BASELINE)
     rates = failure_limits(failed, first)
     if rates.low > options.max_failure:
-        return "not safe", "first passes fail in more than %.1f %% of calls (%s failed), such as those of %s; %s" % (
-            100 * options.max_failure, rate(failed, first), ", ".join(arm.failed[:3]), saving(arm, base))
+        alone = rate(base.tally["first"] - base.tally["first_ok"], base.tally["first"])
+        return "not safe", "first passes fail in more than %.1f %% of calls: %s, at size 1 %s; such as those of %s" % (
+            100 * options.max_failure, rate(failed, first), alone, ", ".join(arm.failed[:3]))
     if shift.low > options.margin:
         named = ", ".join(map(short_id, found.differing[:3])) or "texts that vary anyway"
-        return "not safe", "answers differ by %.1f to %.1f points beyond the floor, such as those to %s; %s" % (
-            100 * shift.low, 100 * shift.high, named, saving(arm, base))
+        return "not safe", "answers differ by %.1f to %.1f points beyond the floor, such as those to %s" % (
+            100 * shift.low, 100 * shift.high, named)
     if arm.name["form"] == "keyed":
         return "not yet", "the grammar holds the ids here, so that their form is no evidence; judge the answers by hand"
+    wanting = []
     if rates.high > options.max_failure:
-        return "not yet", "%d clean calls more would show first-pass failures of at most %.1f %%" % (
-            calls_needed(failed, first, options.max_failure), 100 * options.max_failure)
+        wanting.append("%d clean calls more would show first-pass failures of at most %.1f %%" % (
+            calls_needed(failed, first, options.max_failure), 100 * options.max_failure))
     if found.floor is None:
-        return "not yet", "no second arm of size 1 says how much the model disagrees with itself"
-    if shift.high > options.margin:
-        return "not yet", "answers differ by %.1f to %.1f points beyond the floor after %d calls; %s" % (
-            100 * shift.low, 100 * shift.high, len(found.differences), more_calls(found, options.margin))
+        wanting.append("no second arm of size 1 says how much the model disagrees with itself")
+    elif shift.high > options.margin:
+        wanting.append("up to %.1f points more answers may differ than by the floor, after %d calls; %s" % (
+            100 * shift.high, len(found.differences), more_calls(found, options.margin)))
+    if wanting:
+        return "not yet", "; ".join(wanting)
     return "safe", ("first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the floor; %s"
                     % (100 * rates.high, 100 * shift.high, saving(arm, base)))
 
@@ -3329,7 +3464,8 @@ Gold = Dict[int, Answer]                # key_of(digest) -> the spellings under 
 def gold_data(arm: Arm, base: Optional[Arm], gold: Gold, field: str) -> Dict[str, Any]:
     """How often an arm answers as the gold labels say, and whether size 1 does so more often (McNemar's mid-p).
 
-    They speak of the task's field of their own name, else of its only field with labels, else of its only field.
+    They speak of the task's field of their own name, else of its only field with labels, else of its only field;
+    those that are no label of it are left out.
     """
     labelled = [name for name, schema in arm.fields.items() if labels_of(schema) is not None]
     meant = [field] if field in arm.fields else labelled if len(labelled) == 1 else list(arm.fields)
@@ -3338,16 +3474,17 @@ def gold_data(arm: Arm, base: Optional[Arm], gold: Gold, field: str) -> Dict[str
                            % (field, " or ".join(meant)))
     place = list(arm.fields).index(meant[0])
     known = {comparable(label, ["answer"])[0] for label in labels_of(arm.fields[meant[0]]) or ()}
-    if known and not any(known & {*spellings} for spellings in gold.values()):
-        raise HarnessError("no %s of the input is a label of the task (%s); check --gold-field" % (
-            field, ", ".join(sorted(known))))
+    usable = {key: spellings for key, spellings in gold.items() if not known or known & {*spellings}}
+    if not usable:
+        return {"accuracy": None, "gold_unknown": len(gold)}
 
     def right(one: Arm) -> Dict[int, bool]:
-        return {key: one.answers[key][place] in gold[key] for key in gold if key in one.answers}
+        return {key: one.answers[key][place] in usable[key] for key in usable if key in one.answers}
     mine, single = right(arm), right(base) if base is not None else {}
     lost = sum(single[key] and not mine[key] for key in mine if key in single)
     won = sum(mine[key] and not single[key] for key in mine if key in single)
-    return {"accuracy": share(list(mine.values())), "lost": lost, "won": won, "p": mcnemar(lost, won)}
+    return {"accuracy": share(list(mine.values())), "lost": lost, "won": won, "p": mcnemar(lost, won),
+            "gold_unknown": len(gold) - len(usable)}
 
 
 def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Dict[str, Any]:
@@ -3363,7 +3500,7 @@ def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse
         "first_pass_low": 1 - rates.high, "first_pass_high": 1 - rates.low,
         **{word: tally[word] for word in (
             "first", "first_ok", "retried", "rescued", "fallbacks", "quarantined", "answered", "reordered", "tokens_in",
-            "tokens_out", "tokens_unknown")},
+            "tokens_out", "tokens_unknown", "repeated")},
         "fell_back": len(arm.fell_back), "calls_per_item": tally["calls"] / items if items else None,
         "tokens_per_item": tokens / items if items and tokens else None,
         "ms_p50": quantile(arm.ms, 0.5), "ms_p95": quantile(arm.ms, 0.95),
@@ -3374,7 +3511,8 @@ def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse
         "half_first": found.halves[0], "half_second": found.halves[1],
         "failed_items": arm.failed, "differing_items": list(map(short_id, found.differing[:SHOWN_ITEMS])),
         "verdicts": part_of(tally, "verdict "), "normalised": part_of(tally, "normalised "),
-        "decision": decision, "why": why}
+        "decision": decision, "why": why,
+        "cost": saving(arm, base) if base is not None and arm.name["size"] > 1 else None}
 
 
 def percent(value: Optional[float]) -> str:
@@ -3387,15 +3525,16 @@ def model_words(data: Mapping[str, Any]) -> str:
     return data["model_string"] or "%s (not named by the endpoint)" % data["asked"]
 
 
-def arm_lines(data: Mapping[str, Any]) -> Iterator[str]:
+def arm_lines(data: Mapping[str, Any], several: bool) -> Iterator[str]:
     """An arm in words: each rate with its numerator and denominator, calls where calls fail, items where items fail."""
     calls, unknown, items = data["calls"], data["tokens_unknown"], data["items"]
     known = "%d in, %d out in %d calls" % (data["tokens_in"], data["tokens_out"], calls - unknown)
     tokens = [known] * (calls > unknown) + ["unknown for %d of %d calls" % (unknown, calls)] * (unknown > 0)
-    yield "stage %s, task %s, %smodel %s, %s, size %s" % (
-        data["stage"], data["task"], "" if data["arm"] is None else "arm %s, " % data["arm"], model_words(data),
-        data["form"], data["size"])
-    rows = [("calls", calls), ("first pass ok", "%s full batches; between %s and %s, however often one looks" % (
+    yield "%sstage %s, task %s, %smodel %s, %s, size %s:" % (
+        data["ledger"] + ": " if several else "", data["stage"], data["task"],
+        "" if data["arm"] is None else "arm %s, " % data["arm"], model_words(data), data["form"], data["size"])
+    rows = [("decision", data["decision"] + ": " + data["why"])]
+    rows += [("calls", calls), ("first pass ok", "%s full batches; between %s and %s, however often one looks" % (
         rate(data["first_ok"], data["first"]), percent(data["first_pass_low"]), percent(data["first_pass_high"])))]
     rows += [("rescued by retry", rate(data["rescued"], data["retried"]))]
     rows += [("fallbacks", "%d calls; items that fell back: %s" % (
@@ -3403,11 +3542,13 @@ def arm_lines(data: Mapping[str, Any]) -> Iterator[str]:
     rows += [("items answered", data["answered"]), ("items quarantined", rate(data["quarantined"], items))]
     rows += [("tokens", ", ".join(tokens)), ("reordered replies", data["reordered"])]
     rows += [("verdicts", counts(data["verdicts"])), ("normalised", counts(data["normalised"]))]
-    rows += [("an item costs", "%.2f calls, %s tokens; a call takes %s ms, one in twenty %s ms or more" % (
+    times = "; a call takes %s ms, one in twenty %s ms or more" % (data["ms_p50"], data["ms_p95"])
+    rows += [("an item costs", "%.2f calls, %s tokens%s" % (
         data["calls_per_item"] or 0, "unknown" if data["tokens_per_item"] is None else
-        "%.0f" % data["tokens_per_item"], data["ms_p50"], data["ms_p95"]))]
+        "%.0f" % data["tokens_per_item"], times if data["ms_p50"] is not None else ""))]
     rows += agreement_rows(data)
-    rows += [("decision", data["decision"] + ": " + data["why"])]
+    rows += [("in the long run", data["cost"])] if data["cost"] else []
+    rows += [("repeated rows", "%d, not counted" % data["repeated"])] if data["repeated"] else []
     yield from ("  %-18s %s" % row for row in rows)
 
 
@@ -3425,8 +3566,9 @@ def agreement_rows(data: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
     if data["agreement_reordered"] is not None:
         yield "if reordered", "%s of answers agree with size 1" % percent(data["agreement_reordered"])
     if data.get("accuracy") is not None:
-        yield "agrees with gold", "%s; against size 1 it lost %d right answers and won %d (p %.3g)" % (
-            percent(data["accuracy"]), data["lost"], data["won"], data["p"])
+        unknown = "; %d gold values are no label and left out" % data["gold_unknown"] if data["gold_unknown"] else ""
+        yield "agrees with gold", "%s; against size 1 it lost %d right answers and won %d (p %.3g)%s" % (
+            percent(data["accuracy"]), data["lost"], data["won"], data["p"], unknown)
     if data["half_first"] is not None:
         yield "differing answers", "%s in the first half of the prompt, %s in the second" % (
             percent(data["half_first"]), percent(data["half_second"]))
@@ -3438,10 +3580,13 @@ def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: argparse.N
     for arm in arms:
         alike = [other for other in arms if other.name["size"] == 1 and other.model == arm.model and all(
             other.name[word] == arm.name[word] for word in ("stage", "task", "form"))]
-        base, again = alike[0] if alike else None, alike[1] if len(alike) > 1 else None
-        found = Comparison() if base is None or base is arm else compared(arm, base, again)
+        base = alike[0] if alike else None
+        found = Comparison() if base is None or base is arm else compared(arm, alike)
         judged = {} if gold is None else gold_data(arm, base, gold, options.gold_field)
         datas.append({**arm_data(arm, base, found, options), **judged})
+    if gold and datas and all("lost" not in data for data in datas):
+        raise HarnessError("no %s of %s is a label of a task on the ledger; check --gold-field" % (
+            options.gold_field, options.input))
     return datas
 
 
@@ -3452,14 +3597,16 @@ def gold_labels(options: argparse.Namespace) -> Optional[Gold]:
     if options.input is None:
         raise HarnessError("--gold-field is a field of the input; name that with --input")
     gold: Gold = {}
+    bad = 0
     with contextlib.closing(Source(input_spec(options)._replace(id_field=options.gold_field))) as source:
         for row in source.rows():
             label = json.loads(row.key or "null") if row.error is None else None
+            bad += row.error is not None
             if label not in (None, ""):         # what a file of text calls 1 is the label 1, too
                 gold[key_of(text_digest(row.text))] = (*comparable(label, ["answer"]), str(label))
     if not gold:
-        raise HarnessError("no row of %s has a text and a field %s; check --gold-field" % (
-            options.input, options.gold_field))
+        raise HarnessError("no row of %s has a text and a field %s (%d bad rows); check --gold-field and --text-field"
+                           % (options.input, options.gold_field, bad))
     return gold
 
 
@@ -3491,8 +3638,8 @@ def as_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
     def cell(value: Any) -> str:
         if isinstance(value, tuple):
-            return "<td><pre>%s</pre></td>" % html.escape(value[1])
-        return "<td>%s</td>" % html.escape("-" if value is None else str(value))
+            return "<td><pre>%s</pre></td>" % html.escape(CONTROLS.sub("?", value[1]))
+        return "<td>%s</td>" % html.escape("-" if value is None else CONTROLS.sub("?", str(value)))
     body = "\n".join("<tr>%s</tr>" % "".join(map(cell, row)) for row in rows)
     names = "".join("<th>%s</th>" % html.escape(name) for name in head)
     return '<div class="wide"><table><tr>%s</tr>\n%s</table></div>' % (names, body)
@@ -3550,8 +3697,9 @@ def page_of(datas: Sequence[Mapping[str, Any]], reading: Reading, tables: Sequen
               encode(run.get("arms") or run.get("batch_size")), run.get("stage"), run.get("fingerprint"),
               run["task"].get("instruction"), encode(run.get("params", {}))) for run in reading.runs]
     parts = [
-        "<h2>Decisions</h2>", *("<p><b>%s: %s.</b> %s</p>" % (label, data["decision"], html.escape(data["why"]))
-                                for label, data in zip(labels, datas)),
+        "<h2>Decisions</h2>",
+        *("<p><b>%s: %s.</b> %s</p>" % tuple(map(html.escape, (label, data["decision"], data["why"])))
+          for label, data in zip(labels, datas)),
         *("<p>%s</p>" % html.escape(words) for words in change_lines(reading.changes)), as_table(head, rows),
         "<h2>First passes that kept their form, with limits that hold however often one looks</h2>",
         as_plot(marks["first"], 100, "%.0f %%"),
@@ -3591,7 +3739,7 @@ def inspection(options: argparse.Namespace, reading: Reading, datas: Sequence[Ma
                     answers.setdefault((key_of(sha), arm), encode(row["answers"][name]))
                 elif place in held:
                     held[place] = row
-    for path in options.ledger:
+    for path in dict.fromkeys(data["ledger"] for data in datas):
         replay(path, functools.partial(take, path))
     arms = [tuple(data[word] for word in GROUP) for data in datas]
 
@@ -3606,34 +3754,52 @@ def inspection(options: argparse.Namespace, reading: Reading, datas: Sequence[Ma
                       as_table(("item", "text", "verdict", "detail", "reply"), rows)] if rows else [])
 
 
+def each_once(paths: Iterable[str]) -> List[str]:
+    """The paths, without those that name a file again: a ledger would pass for its own repetition."""
+    files: Dict[str, str] = {}
+    for path in paths:
+        files.setdefault(os.path.realpath(path), path)
+    return list(files.values())
+
+
 def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     """Print what the calls on ledgers came to by GROUP, the failures by kind, and which lines are damaged."""
-    if options.html and os.path.realpath(options.html) in map(os.path.realpath, [*options.ledger, options.input or ""]):
-        raise HarnessError("--html names a ledger or the input; name another file")
+    ledgers = each_once(options.ledger or [LEDGER])
+    if options.html and os.path.isfile(options.html):
+        with open(options.html, "rb") as file:
+            if not PAGE.template.encode("ascii").startswith(file.read(15) or b"<"):
+                raise HarnessError("--html %s exists and is no page; name another file" % options.html)
+    if options.input == "-":
+        raise HarnessError("a report reads the input more than once; name a file with --input")
     reading = Reading()
-    damaged = {path: replay(path, functools.partial(reading.take, path)).damaged for path in options.ledger}
+    histories = {path: replay(path, functools.partial(reading.take, path)) for path in ledgers}
     datas = compared_arms(reading.settle(), gold_labels(options), options)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
-    code = DONE if options.fail_unless_safe is None or wanted == {"safe"} else QUARANTINED_LEFT
+    broken = {path: history.broken for path, history in histories.items() if history.broken}
+    damaged = {path: history.damaged for path, history in histories.items() if history.damaged}
+    code = DONE if options.fail_unless_safe is None or wanted == {"safe"} and not broken else QUARANTINED_LEFT
+    if options.fail_unless_safe is not None and not wanted:
+        say("no arm of size %d on %s" % (options.fail_unless_safe, ", ".join(ledgers)))
     if options.html is not None:
         page = page_of(datas, reading, inspection(options, reading, datas)).encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(page), "--html")
     if options.json:
         lines = [number for numbers in damaged.values() for number in numbers]
         out(json.dumps({"arms": datas, "model_changes": reading.changes, "failures": reading.failures,
-                        "damaged_lines": lines}, indent=1))
+                        "damaged_lines": lines, "broken_lines": broken}, indent=1))
         return code
     for data in datas:
-        out("\n".join(arm_lines(data)))
+        out("\n".join(arm_lines(data, len(ledgers) > 1)))
     if not datas:
         out("no replies on this ledger: first pass ok %s" % rate(0, 0))
     for words in change_lines(reading.changes):
         out(words)
     if reading.failures:
         out("calls without a reply: " + counts(reading.failures))
-    for path, numbers in damaged.items():
-        if numbers:
-            out("damaged lines, skipped: %s (%s)" % (", ".join(map(str, numbers[:MAX_REPORTED])), path))
+    for found, words in ((damaged, "damaged lines, skipped"),
+                         (broken, "lines that do not follow the one before (edited, removed or repeated)")):
+        for path, numbers in found.items():
+            out("%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path))
     return code
 
 
@@ -3669,10 +3835,12 @@ def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, D
         row = line.row or {}
         if row["event"] == "run":
             runs[row["run"]] = row
-        if found[0] in row.get("batch", ()):
+        if any(found[0].startswith(name) or name.startswith(found[0]) for name in row.get("batch", ())):
             touching.append((line.number, row))
     replay(path, search)
     found = [name for name in names if name == wanted] or list(names)
+    if len({name[:min(map(len, found))] for name in found}) == 1:       # one text, under ids of several lengths
+        found = [max(found, key=len)]
     if not found:
         raise HarnessError("%s names no item on %s; give an id, the beginning of one (4 digits or more), or your own "
                            "key of the first row with the text" % (shown(wanted), path))
@@ -3736,7 +3904,7 @@ def rebuilt_prompt(row: Mapping[str, Any], run: Mapping[str, Any], texts: Mappin
         prompt = build_prompt([texts[name] for name in row["batch"]], load_task(run.get("task", {}), row["form"]))
     except HarnessError as error:
         return "cannot be rebuilt: %s" % error
-    same = hashlib.sha256(prompt.encode("utf-8")).hexdigest()[:32] == row.get("prompt_sha")
+    same = prompt_digest(prompt) == row.get("prompt_sha")
     proof = "as it was sent (its hash agrees):" if same else "NOT as it was sent (its hash is another):"
     return "%s\n%s" % (proof, prompt)
 
@@ -3893,7 +4061,8 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
-SHARE = checked(r"(0?\.\d{1,6})", "a share such as 0.05", float)
+SHARE = checked(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float)
+LEDGER = os.path.join("runs", "ledger.jsonl")
 SIZES = checked(r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
                 lambda text: [int(size) for size in text.split(",")])
 PARAMETER = checked(r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
@@ -3914,8 +4083,8 @@ def parser() -> Parser:
     explain = commands.add_parser("explain", help="all that the ledger holds about one item", allow_abbrev=False)
     report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
     export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
-    report_.add_argument("--ledger", nargs="+", default=[os.path.join("runs", "ledger.jsonl")], metavar="FILE",
-                         help="one or several (default runs/ledger.jsonl)")
+    report_.add_argument("--ledger", nargs="+", action="extend", metavar="FILE",
+                         help="one or several (default %s)" % LEDGER)
     report_.add_argument("--max-failure", type=SHARE, default=0.05, metavar="P", help="of first passes (default 0.05)")
     report_.add_argument("--margin", type=SHARE, default=0.02, metavar="P",
                          help="of answers that may differ beyond the floor (default 0.02)")
@@ -3923,8 +4092,7 @@ def parser() -> Parser:
     report_.add_argument("--gold-field", metavar="NAME", help="field of the input that holds the right answer")
     report_.add_argument("--fail-unless-safe", type=POSITIVE, metavar="K", help="exit 1 unless size K is safe")
     for command in (run, trial, explain, export_):
-        command.add_argument("--ledger", default=os.path.join("runs", "ledger.jsonl"), metavar="FILE",
-                             help="default %(default)s")
+        command.add_argument("--ledger", default=LEDGER, metavar="FILE", help="default %(default)s")
     _add_input(run)
     _add_input(trial)
     _add_input(export_)
@@ -4055,6 +4223,8 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     options.workers = options.workers or model.workers
     if os.path.realpath(options.ledger) in map(os.path.realpath, filter(None, (options.input, options.task))):
         raise HarnessError("--ledger names the --input or --task file; name another ledger")
+    if getattr(options, "baseline", None) is not None:
+        replay(options.baseline, lambda line: None)         # refused here, before anything is made, where it is none
     sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
     with contextlib.ExitStack() as stack:
         source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task, sizes[0][0])
@@ -4066,8 +4236,8 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
         if options.command == "trial":
             # Digests are as good as drawn: the least of them are the same sample on every machine.
             state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-            asked = Sample(source.name, [row for row in source.rows() if row.error is None
-                                         and key_of(text_digest(row.text)) in state.status])
+            held = (row for row in source.rows() if row.error is None and key_of(text_digest(row.text)) in state.status)
+            asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))    # as good as shuffled
         arms = [Pending(asked, state if state.arm == arm else State(task, arm, state.status), size, options)
                 for arm, size in sizes]
 
@@ -4124,7 +4294,14 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
     skipped = " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else ""
     first = "%d rows, %d items%s: " % (frozen.rows, frozen.items, skipped)
     first += lines.pop(0) if runner.arms[0].state.arm is None else "a sample of %d" % runner.arms[0].state.count(FROZEN)
-    return "%s\n%s (one that brings no reply is made again); texts go to %s" % (
+    if runner.arms[0].state.arm is not None:
+        size, sizes = max(pending.size for pending in runner.arms), [pending.size for pending in runner.arms]
+        lines.append("without any fault or difference, --sample %d would show size %d safe by the usual bounds" % (
+            size * clean_calls(0.02), size))
+        if sizes.count(1) < 2:
+            lines.append("size 1 stands %d times in --sizes: without 1,1 nothing says how much the model disagrees with"
+                         " itself, unless another ledger does" % sizes.count(1))
+    return "%s\n%s\na call that brings no reply is made again; texts go to %s" % (
         first, "\n".join(lines), runner.model.host)
 
 
@@ -4173,11 +4350,10 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
 
 def say_baseline(state: State, task: Task, model: Model, options: argparse.Namespace, say: Speaker) -> None:
     """Say when nothing on the ledger, or on the one named as baseline, shows what the model does at size 1."""
-    singles = state.singles[model.name]
-    if options.baseline is not None:
-        base = State(task)
+    base = State(task)
+    if options.baseline is not None and not os.path.samefile(options.baseline, options.ledger):
         replay(options.baseline, lambda line: base.apply(line.row or {}))
-        singles += base.singles[model.name]
+    singles = state.singles[model.name] + base.singles[model.name]
     if singles < BASELINE:
         say("no baseline: %d of %d single calls of this task and model; `trial` tells whether size %d is safe, and "
             "--baseline LEDGER names a ledger that has them" % (singles, BASELINE, options.batch_size))
@@ -4208,7 +4384,10 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     if code:
         out("stopped early: %s; then run the same command again to go on" % reason)
         return code
-    if quarantined:
+    if quarantined and options.command == "trial":
+        out("quarantined items stay so in this trial; `explain ID --ledger %s` says why; mend that, then take another "
+            "--ledger" % shlex.quote(options.ledger))
+    elif quarantined:
         out("quarantined items stay out of later runs; an export names them, `explain ID --ledger %s` says why; then "
             "--retry-quarantined" % shlex.quote(options.ledger))
     if options.command == "trial":
@@ -4265,7 +4444,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         options = parser().parse_args(words)
         command = {"report": command_report, "explain": command_explain, "export": command_export}.get(
             options.command, command_run)
-        return command(options, say, out)
+        code = command(options, say, out)
+        if out.full:
+            say("batch_harness: standard output could not be written: no space is left; make room and type it again")
+        return code or STOPPED * out.full
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):
             say(re.sub(r"\s*\n\s*", " ", line))
