@@ -1158,6 +1158,7 @@ NEEDED: Dict[str, Dict[str, Any]] = {                           # members that r
     "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
                 "run": str, "batch_id": str, "form": str},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
+LINE_MEMBERS = ("event", "at", "run", "seq", "prev")            # of a row, that belong to its place on the ledger
 REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
     "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
     "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
@@ -1618,6 +1619,7 @@ class Model(NamedTuple):
     api_version: Optional[str] = None
     roomier: str = ""                   # how to make room for a longer prompt
     tick: Callable[[float], None] = lambda now: None        # called a few times a second: ends calls that are overdue
+    jobs: Optional[Jobs] = None         # its batch engine
 
 
 class Provider(NamedTuple):
@@ -1634,19 +1636,22 @@ class Provider(NamedTuple):
     versions: Mapping[str, Mapping[str, str]] = {}  # of its API, the usual one first -> what is refused under each
     statuses: Mapping[int, str] = {}                # HTTP statuses with a meaning of their own -> kind of CallFailed
     structured: bool = True                         # whether it takes a schema for its output
+    batches: bool = False                           # whether it has a batch engine of the form of its API
     roomier: str = ""                               # how to make room for a longer prompt
 
 
-OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL")       # any endpoint of OpenAI's form, named by its URL
+OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # any of OpenAI's form, named by its URL
 PROVIDERS: Dict[str, Provider] = {
-    "openai": Provider("https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL", limit="max_completion_tokens"),
+    "openai": Provider("https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL", limit="max_completion_tokens",
+                       batches=True),
     "anthropic": Provider(
         "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "messages", "x-api-key: %s",
         defaults={"max_tokens": 8192},              # this API demands a limit
         refused=dict.fromkeys(("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
         versions={"2026-10-21": dict.fromkeys(("temperature", "top_p", "top_k"),
                                               "leave it out, or ask under --api-version 2023-06-01"),
-                  "2023-06-01": {}}),
+                  "2023-06-01": {}},
+        batches=True),
     "ollama": Provider(
         "http://127.0.0.1:11434/v1",
         refused=dict.fromkeys(("options", "num_ctx", "think", "max_completion_tokens"),
@@ -1658,10 +1663,11 @@ PROVIDERS: Dict[str, Provider] = {
     "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
     "dashscope": Provider("https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
                           defaults={"enable_thinking": False},      # newer models think, and bill it, unless told
-                          structured=False),
+                          structured=False, batches=True),
     "mistral": Provider("https://api.mistral.ai/v1", "MISTRAL_API_KEY", refused={"seed": "write random_seed"}),
-    "groq": Provider("https://api.groq.com/openai/v1", "GROQ_API_KEY", statuses={498: "retry"}),    # no capacity now
-    "azure": Provider("", "AZURE_OPENAI_API_KEY", header="api-key: %s", limit="max_completion_tokens"),
+    "groq": Provider("https://api.groq.com/openai/v1", "GROQ_API_KEY", statuses={498: "retry"},     # no capacity now
+                     batches=True),
+    "azure": Provider("", "AZURE_OPENAI_API_KEY", header="api-key: %s", limit="max_completion_tokens", batches=True),
 }
 CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or py:FILE.py:FUNCTION"
            % ", ".join(PROVIDERS))
@@ -1708,7 +1714,11 @@ def provider_of(model: str) -> Tuple[str, Provider, str]:
 def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
     """The model behind an endpoint, by the row of its provider."""
     word, provider, name = provider_of(options.model)
-    url = options.base_url or os.environ.get(provider.base_variable, "").strip() or provider.base
+    emitted = options.command == "emit"                     # requests go to a file: no host and no key are needed
+    url = "http://localhost" if emitted else (
+        options.base_url or os.environ.get(provider.base_variable, "").strip() or provider.base)
+    if emitted and provider.api != "chat":
+        raise HarnessError("`emit` writes OpenAI's batch form, which %s does not read; take --batch-api there" % word)
     if not url and provider is OTHER:
         import difflib
         close = difflib.get_close_matches(name.partition(":")[0], PROVIDERS, 1) if ":" in name else []
@@ -1721,16 +1731,18 @@ def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
     check_parameters(options, word, provider, version)
     limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
     params = {**provider.defaults, **limit, **dict(options.param)}
-    key = endpoint_key(options, provider, url)
+    key = "" if emitted else endpoint_key(options, provider, url)
     headers = [form % value for form, value in ((provider.header, key), (api.version_header, version)) if value]
     client = Client(url, options.timeout, headers, key)
 
     def structure(ids: Sequence[str]) -> Dict[str, Any]:
         return api.structure(reply_schema(task, ids))
     call = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-    return Model(options.model, client.host, call, params, workers=1 if client.loopback else 4,
+    host = "the file " + options.file if emitted else client.host
+    return Model(options.model, host, call, params, workers=1 if client.loopback else 4,
                  structure=structure if task.form == "keyed" else None, api_version=version, roomier=provider.roomier,
-                 tick=client.end_overdue)
+                 tick=client.end_overdue,
+                 jobs=Jobs(client, call, ENGINES[provider.api]) if provider.batches or emitted else None)
 
 
 def check_parameters(options: argparse.Namespace, word: str, provider: Provider, version: Optional[str]) -> None:
@@ -2634,44 +2646,50 @@ class Runner:
         self.figures: Counter[str] = collections.Counter()          # of its attempt rows, as the report counts them
         self.code, self.reason = DONE, ""                           # another code: it stopped early, and why
         self.flights = interleaved(arms) if len(arms) > 1 else arms[0].flights()
-        self._ledger: Optional[Ledger] = None
+        self.ledger: Optional[Ledger] = None
         self._error: Optional[BaseException] = None                 # of a thread, to be raised in the main one
         self._hints: Dict[str, str] = {}                            # for the main thread to say, each kind once
-        self._signals: List[int] = []
-        self._lock = threading.Lock()
-        self._work = threading.Condition(self._lock)                # notified of all that a waiting thread may act on
+        self.signals: List[int] = []
+        self.lock = threading.Lock()
+        self._work = threading.Condition(self.lock)                # notified of all that a waiting thread may act on
         self._ready: Deque[Job] = collections.deque()
         self._delayed: List[Tuple[float, Job]] = []
         self._doubtful: List[Tuple[Job, Judged]] = []               # refused while no call had succeeded
-        self._prompt_head = prompt_head(task)
-        self._in_flight, self._waiting, self._began, self._deadline = 0, 0, 0.0, math.inf
+        self.prompt_head = prompt_head(task)
+        self._in_flight, self._waiting, self._began, self.deadline = 0, 0, 0.0, math.inf
         self._refusals = 0                                          # in a row, that do not name the content
+        self._begun = False                                         # the run's own row is on the ledger
 
     # ---- the threads ----
 
     def run(self, ledger: Ledger, header: Mapping[str, Any], say: Speaker) -> None:
         """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
-        flight, self._ledger = next(self.flights, None), ledger
+        flight, self.ledger = next(self.flights, None), ledger
         self._began = time.monotonic()
-        self._deadline = self._began + (self.options.deadline or math.inf)
-        with self._lock:
-            if flight is None or self._append_event("run", **header) is None:
+        self.deadline = self._began + (self.options.deadline or math.inf)
+        with self.lock:
+            if flight is None or not self.begin(header):
                 return
         self._ready.extend(flight.first)
-        before = self._catch_signals()
+        before = self.catch_signals()
         try:
             self._watch(self._started(), say)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        with self._lock:
+        with self.lock:
             for (_, ask), refused in self._doubtful:    # it is not known why: that says nothing about their items
                 if refused.refusal is not None:
-                    self._append_failure(ask, refused.refusal)
+                    self.append_failure(ask, refused.refusal)
             if self.tally["coalesced"]:
-                self._append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
+                self.append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
         if self._error is not None:
             raise self._error
+
+    def begin(self, header: Mapping[str, Any]) -> bool:
+        """Append the run's own row, once; whether it is there."""
+        self._begun = self._begun or self.append_event("run", **header) is not None
+        return self._begun
 
     def _started(self) -> List[threading.Thread]:
         threads: List[threading.Thread] = []
@@ -2693,13 +2711,13 @@ class Runner:
         while threads:
             threads[0].join(0.2)
             threads = [thread for thread in threads if thread.is_alive()]
-            with self._lock:
+            with self.lock:
                 now = time.monotonic()
                 self.model.tick(now)
-                if self._signals:
-                    self._stop("interrupted", INTERRUPTED)
+                if self.signals:
+                    self.stop("interrupted", INTERRUPTED)
                 if say.closed and threads:
-                    self._stop("the terminal was closed", STOPPED)
+                    self.stop("the terminal was closed", STOPPED)
                 if now - synced > 1:
                     synced = now
                     self._guarded(lambda ledger: ledger.sync())
@@ -2728,16 +2746,16 @@ class Runner:
                 "%d failed calls" % tally["failures"] if tally["failures"] else "",
                 "%d+%d tokens" % (figures["tokens_in"], figures["tokens_out"]) if figures["tokens_in"] else ""]
 
-    def _catch_signals(self) -> Dict[int, Any]:
+    def catch_signals(self) -> Dict[int, Any]:
         """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger."""
         def handler(number: int, frame: Any) -> None:
-            if self._signals and number == signal.SIGINT:
+            if self.signals and number == signal.SIGINT:
                 for pid in list(COMMANDS):
                     kill_group(pid)
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nleft at once; what is on the ledger is safe: run the same command again\n")
                 os._exit(INTERRUPTED)
-            self._signals.append(number)
+            self.signals.append(number)
         before: Dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
@@ -2751,7 +2769,7 @@ class Runner:
         came: Optional[Tuple[Job, Union[Judged, CallFailed]]] = None
         try:
             while True:
-                with self._lock:
+                with self.lock:
                     if came is not None:
                         self._settle(*came)
                     job = self._next()
@@ -2759,24 +2777,24 @@ class Runner:
                     return
                 came = job, self._asked(*job)
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
-            with self._lock:
+            with self.lock:
                 if not isinstance(error, HarnessError):
                     self._error = error
-                self._stop(str(error) or type(error).__name__, STOPPED)
+                self.stop(str(error) or type(error).__name__, STOPPED)
 
     def _next(self) -> Optional[Job]:
         """The next call to make, waiting where there is none yet; None when this run makes no more."""
         while not self.code:
             now = time.monotonic()
             ready, opens, spent = self._fill(now), self.pace.opens(self._in_flight), self._spent(now)
-            if self.tally["refused"] >= DOUBTFUL and self._doubtful and not self._proven():
+            if self.tally["refused"] >= DOUBTFUL and self._doubtful and not self.proven():
                 if not self._in_flight:         # else one of those may still succeed
-                    self._stop("%d calls were refused and none has succeeded (%s); check model, --param and texts" % (
+                    self.stop("%d calls were refused and none has succeeded (%s); check model, --param and texts" % (
                         self.tally["refused"], self._doubtful[-1][1].row.get("detail")), STOPPED)
                     continue
                 opens = math.inf
             if spent and (ready or self._delayed):
-                self._stop(spent, STOPPED)
+                self.stop(spent, STOPPED)
             elif ready and opens <= now:
                 self.tally["calls"] += 1
                 self._in_flight += 1
@@ -2784,7 +2802,7 @@ class Runner:
                 return self._ready.popleft()
             elif ready or self._in_flight or self._delayed:
                 until = opens if ready else min((due for due, _ in self._delayed), default=math.inf)
-                until = min(until, self._deadline) if now < self._deadline else until
+                until = min(until, self.deadline) if now < self.deadline else until
                 self._waiting += 1
                 self._work.wait(min(max(0.0, until - now), 60))     # bounded, since infinity is no time to wait
                 self._waiting -= 1
@@ -2799,7 +2817,7 @@ class Runner:
         """Which budget of the run is used up, in words."""
         if self.tally["calls"] == self.options.max_calls:
             return "--max-calls %d is reached" % self.tally["calls"]
-        return "the --deadline of %g s has passed" % self.options.deadline if now >= self._deadline else ""
+        return "the --deadline of %g s has passed" % self.options.deadline if now >= self.deadline else ""
 
     def _fill(self, now: float) -> bool:
         """Whether a call is ready: of a batch begun, one to be repeated after a failure, or of a new batch."""
@@ -2816,7 +2834,7 @@ class Runner:
     def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed]:
         """Make one call, without the lock: the row of its reply, ready to be written, or why none came."""
         params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
-        prompt = build_prompt(ask.items, self.task, self._prompt_head)
+        prompt = build_prompt(ask.items, self.task, self.prompt_head)
         structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
         refusal: Optional[CallFailed] = None
         try:
@@ -2860,16 +2878,16 @@ class Runner:
         """
         self.tally["refused"] += 1
         self._refusals += not refusal.certain
-        if not self._proven() and job[1].quarantines(REJECTED):
+        if not self.proven() and job[1].quarantines(REJECTED):
             self._doubtful.append((job, judged))
         else:
             self._record(*job, judged)
         if self._refusals >= MAX_STRIKES:
-            self._stop("%d calls in a row were refused (%s); check the account, then ask again what they put into "
+            self.stop("%d calls in a row were refused (%s); check the account, then ask again what they put into "
                        "quarantine (--retry-quarantined), or leave these texts out" % (
                            self._refusals, refusal.detail), STOPPED)
 
-    def _proven(self) -> bool:
+    def proven(self) -> bool:
         """Whether a call to this model has succeeded, in this run or an earlier one of the ledger."""
         return bool(self.tally["replies"]) or any(
             model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
@@ -2882,18 +2900,23 @@ class Runner:
 
     def _record(self, flight: Flight, ask: Ask, judged: Judged) -> None:
         """Append the row, let it take effect, and queue the calls that follow."""
-        row, parts, _, _ = judged
-        settled, code = self._appended(row, parts), row["verdict"]
-        if settled is None:
-            self.tally["lost"] += 1
+        code = judged.row["verdict"]
+        if not self.record(judged.row, judged.parts):
             return
-        self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
-        add_row(self.figures, row)
         same_again = self.model.params.get("temperature") == 0 and not self.retry_params
         if same_again and ask.attempt == 1 and not ask.fallback and code not in HOPELESS | {"ok"}:
             self._hint("same", "a first attempt at temperature 0 failed, and a model asked the same tends to say the "
                        "same; try --retry-param temperature=0.7")
         self._ready.extendleft(reversed(flight.told(ask, code)))
+
+    def record(self, row: Dict[str, Any], parts: Tuple[str, str]) -> bool:
+        """Append an attempt row and count it; whether it was written."""
+        settled = self._appended(row, parts)
+        self.tally["lost"] += settled is None
+        if settled is not None:
+            self.tally["answered" if row["verdict"] == "ok" else "quarantined"] += len(settled)
+            add_row(self.figures, row)
+        return settled is not None
 
     def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:
         """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
@@ -2901,26 +2924,26 @@ class Runner:
             return None
         return [key for arm in self.arms for key in arm.state.apply(row)]
 
-    def _append_event(self, event: str, **members: Any) -> Optional[List[int]]:
+    def append_event(self, event: str, **members: Any) -> Optional[List[int]]:
         """Append a row that is no reply's."""
         row = compact({"event": event, "at": timestamp(), "run": self.run_id, **members})
         return self._appended(row, row_parts(row))
 
     def _guarded(self, write: Callable[[Ledger], None]) -> bool:
         """Whether a write to the ledger went through; the run stops when it did not."""
-        assert self._ledger is not None
+        assert self.ledger is not None
         try:
-            write(self._ledger)
+            write(self.ledger)
         except OSError as error:
-            self._stop("cannot write the ledger %s: %s" % (self._ledger.path, error.strerror), STOPPED)
+            self.stop("cannot write the ledger %s: %s" % (self.ledger.path, error.strerror), STOPPED)
             return False
         return True
 
     def _failed(self, job: Job, failure: CallFailed) -> None:
         """A call that brought no reply: wait and repeat, leave it for another run, or stop."""
         if failure.kind == "stop":
-            self._append_failure(job[1], failure)
-            self._stop(failure.detail, STOPPED)
+            self.append_failure(job[1], failure)
+            self.stop(failure.detail, STOPPED)
         else:
             self._retry(job, failure, time.monotonic())
 
@@ -2933,31 +2956,32 @@ class Runner:
         if held and failure.status == 429:
             self.tally.update(coalesced=1, failures=1)
         else:
-            self._append_failure(ask, failure, wait)
-        if failure.wait is not None and failure.wait > min(MAX_WAIT, self._deadline - now):
+            self.append_failure(ask, failure, wait)
+        if failure.wait is not None and failure.wait > min(MAX_WAIT, self.deadline - now):
             until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
-            self._stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
+            self.stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
         elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
-            self._stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
+            self.stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
         elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
             self.tally["left"] += len(ask.items)
         else:
             self._hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
             self._delayed.append((now + wait, job))
 
-    def _append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None) -> None:
+    def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None, **members: Any) -> None:
         """A failure row.  The 429s of one episode are one row; the next row, or the run's last, counts the others."""
         coalesced, self.tally["coalesced"] = self.tally["coalesced"] or None, 0
         self.tally["failures"] += 1
-        self._append_event("failure", kind=failure.kind, status=failure.status, wait=wait and round(wait, 3),
+        self.append_event("failure", kind=failure.kind, status=failure.status, wait=wait and round(wait, 3),
                     billed=failure.billed, coalesced=coalesced, batch=ask.ids, attempt=ask.attempt,
-                    stage=self.task.stage, task=self.task.fingerprint, batch_id=ask.batch_id, detail=failure.detail)
+                    stage=self.task.stage, task=self.task.fingerprint, batch_id=ask.batch_id, detail=failure.detail,
+                    **members)
 
     def _hint(self, kind: str, words: str) -> None:
         """Something for the main thread to say, once for each kind."""
         self._hints.setdefault(kind, words)
 
-    def _stop(self, reason: str, code: int) -> None:
+    def stop(self, reason: str, code: int) -> None:
         """Begin no further call.  The first reason stands, but an interrupt always shows in the exit code."""
         if not self.code or (code == INTERRUPTED != self.code):
             self.code, self.reason = code, reason
@@ -3038,6 +3062,695 @@ class Speaker:
 def timestamp() -> str:
     """The time now, in UTC: 2026-11-30T07:05:09.123Z."""
     return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")[:-6] + "Z"
+
+
+# ====================================================================================================================
+# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory: what is to be
+# made stands there before it is made, and what may have been made is looked for before anything else is.  Results are
+# joined by custom id alone and judged like any reply; a provider's counters are shown and never believed.
+# ====================================================================================================================
+
+MAX_JOB_BYTES = 90_000_000              # of one job's requests: the least that providers take is 100 MB
+MAX_RESULTS = 1 << 30                   # bytes of one file of results
+POLL, MAX_POLL = 30.0, 300.0            # seconds between looks at a job, at first and at most
+GRACE = 60.0                            # seconds after which a job that was made is listed
+SKEW = 86400.0                          # seconds that the clocks here and there may differ
+TRIES = 3                               # of a step that fails, and of rounds that bring no reply
+
+
+class JobNews(NamedTuple):
+    """What a provider says of a job."""
+
+    name: str                           # its id there
+    status: str
+    ended: bool
+    counts: Mapping[str, Any]           # the provider's own
+    places: Tuple[str, ...]             # paths of its results
+    made: float                         # when, in seconds since 1970 by the provider's clock; 0.0: it does not say
+    key: str = ""                       # ours, where its metadata holds one
+    file: str = ""                      # the file that holds its requests
+    errors: str = ""                    # why it was refused whole
+
+    def words(self) -> str:
+        """Its status and counters, for a person."""
+        told = {name: count for name, count in self.counts.items() if type(count) is int}
+        return "%s (%s)" % (self.status, ", ".join("%s %d" % entry for entry in told.items()) or "it does not count")
+
+
+class Engine(NamedTuple):
+    """One form of batch engine."""
+
+    path: str                                                   # of its jobs
+    cursor: str                                                 # how the next page of their list is asked for
+    most: int                                                   # requests of one job
+    line: Callable[[str, Mapping[str, Any]], Dict[str, Any]]    # (custom id, body) -> a request
+    news: Callable[[Mapping[str, Any]], JobNews]
+    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]     # a line -> (HTTP status, body, request id)
+    files: bool                                                 # requests go up as a file; else inside the creation
+
+
+def file_news(document: Mapping[str, Any]) -> JobNews:
+    """A batch of OpenAI's form.  Both files are read whatever the status says."""
+    import urllib.parse
+    status, made = str(document.get("status")).lower(), document.get("created_at")
+    files = [document.get("output_file_id"), document.get("error_file_id")]
+    errors = an_object(document.get("errors")).get("data")
+    words = ["line %s: %s: %s" % (entry.get("line"), entry.get("code"), entry.get("message"))
+             for entry in map(an_object, errors if isinstance(errors, list) else [])]
+    return JobNews(
+        str(document.get("id")), status, status in ("completed", "failed", "expired", "cancelled"),
+        an_object(document.get("request_counts")),
+        tuple("/files/%s/content" % urllib.parse.quote(name, "") for name in files if isinstance(name, str) and name),
+        made if isinstance(made, (int, float)) else 0.0, str(an_object(document.get("metadata")).get("batch_harness")),
+        str(document.get("input_file_id")), "; ".join(words))
+
+
+def message_news(document: Mapping[str, Any]) -> JobNews:
+    """A batch of Anthropic's form.  Its results are asked for at our own base URL, whatever URL it names."""
+    import urllib.parse
+    name, status, made = str(document.get("id")), str(document.get("processing_status")), 0.0
+    with contextlib.suppress(ValueError):
+        moment = datetime.datetime.strptime(str(document.get("created_at"))[:19], "%Y-%m-%dT%H:%M:%S")
+        made = moment.replace(tzinfo=datetime.timezone.utc).timestamp()
+    ended = status == "ended"
+    places = ("/v1/messages/batches/%s/results" % urllib.parse.quote(name, ""),) if ended else ()
+    return JobNews(name, status, ended, an_object(document.get("request_counts")), places, made)
+
+
+def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
+    """A line of results of OpenAI's form and its copies."""
+    response, error = an_object(line.get("response")), line.get("error")
+    status, body = response.get("status_code"), response.get("body")
+    status = status if type(status) is int else 200 if isinstance(body, dict) and not error else 500
+    if error or not isinstance(body, dict):
+        error = an_object(error).get("error") or error                  # vLLM nests it
+        status, body = max(status, 500 if status < 400 else 400), {"error": error or "no body"}
+    return status, body, response.get("request_id")
+
+
+def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
+    """A line of results of Anthropic's form."""
+    result = an_object(line.get("result"))
+    kind, error = str(result.get("type")), an_object(result.get("error"))
+    if kind == "succeeded":
+        return 200, result.get("message"), None
+    refused = an_object(error.get("error")).get("type") == "invalid_request_error"
+    body = error if kind == "errored" else {"error": "the request was %s" % kind}
+    return 400 if refused else 500, body, error.get("request_id")
+
+
+CHAT_URL = "/v1/chat/completions"
+ENGINES: Dict[str, Engine] = {
+    "chat": Engine("/batches", "after", 50_000, lambda name, body: {
+        "custom_id": name, "method": "POST", "url": CHAT_URL, "body": body}, file_news, file_result, True),
+    "messages": Engine("/v1/messages/batches", "after_id", 100_000, lambda name, body: {
+        "custom_id": name, "params": body}, message_news, message_result, False),
+}
+
+
+class Jobs:
+    """A provider's batch engine: makes jobs, looks for them and fetches what they brought.  Every word is masked."""
+
+    def __init__(self, client: Client, endpoint: Endpoint, engine: Engine) -> None:
+        self.endpoint, self.engine, self._client = endpoint, engine, client
+
+    def upload(self, key: str, lines: Sequence[bytes]) -> str:
+        """Put a file of requests up; its id there."""
+        mark = "batch-harness-" + hashlib.sha256(b"".join(lines)).hexdigest()[:40]
+        head = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--%s\r\nContent-Disposition: '
+                'form-data; name="file"; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl\r\n\r\n')
+        data = b"%s%s\r\n--%s--\r\n" % ((head % (mark, mark, key)).encode("ascii"), b"\n".join([*lines, b""]),
+                                      mark.encode("ascii"))
+        document = self._document("POST", "/files", data, "Content-Type: multipart/form-data; boundary=" + mark)
+        if not isinstance(document.get("id"), str):
+            raise CallFailed("retry", "the upload brought no file id")
+        return str(document["id"])
+
+    def create(self, key: str, run: str, file: str, lines: Sequence[bytes]) -> JobNews:
+        """Make a job of an uploaded file, or of the requests themselves."""
+        data = b'{"requests": [%s]}' % b", ".join(lines)
+        if self.engine.files:
+            data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL, "completion_window": "24h",
+                               "metadata": {"batch_harness": key, "run": run}}).encode("ascii")
+        document = self._document("POST", self.engine.path, data, JSON_BODY, "Idempotency-Key: " + key)
+        if not isinstance(document.get("id"), str):
+            raise CallFailed("retry", "the creation brought no job id")
+        return self.engine.news(document)
+
+    def news(self, name: str) -> JobNews:
+        """How a job stands."""
+        import urllib.parse
+        return self.engine.news(self._document("GET", "%s/%s" % (self.engine.path, urllib.parse.quote(name, ""))))
+
+    def listed(self, since: float) -> Iterator[JobNews]:
+        """The jobs there, at least those made since then."""
+        import urllib.parse
+        after, cursors = "", set()
+        while after not in cursors:
+            cursors.add(after)
+            cursor = "&%s=%s" % (self.engine.cursor, urllib.parse.quote(after, "")) if after else ""
+            page = self._document("GET", "%s?limit=100%s" % (self.engine.path, cursor))
+            entries = page.get("data")
+            found = [self.engine.news(an_object(entry)) for entry in (entries if isinstance(entries, list) else [])]
+            yield from found
+            if not page.get("has_more") or not found or all(0 < news.made < since for news in found):
+                return
+            after = found[-1].name
+        raise CallFailed("retry", "the provider's list of jobs does not end")
+
+    def fetch(self, news: JobNews) -> bytes:
+        """All lines that a job brought."""
+        parts = []
+        for place in news.places:
+            response = self._client.exchange(self._client.head("GET", place), b"", 3600.0, MAX_RESULTS)
+            if response.status != 200:
+                self._refuse(response)
+            parts.append(response.body.rstrip(b"\n"))
+        text = b"\n".join(filter(None, parts)).decode("utf-8", "surrogateescape")
+        return self._client.mask_long(text).encode("utf-8", "surrogateescape")
+
+    def outcome(self, line: Mapping[str, Any]) -> Union[Reply, CallFailed]:
+        """What one line of results is: a reply, or why there is none."""
+        status, body, request = self.engine.result(line)
+        headers = {"x-request-id": request} if isinstance(request, str) else {}
+        try:
+            return self.endpoint.reply(Response(status, headers, json.dumps(body).encode("ascii"), True))
+        except CallFailed as failure:
+            return failure
+
+    def _document(self, method: str, path: str, data: bytes = b"", *lines: str) -> Mapping[str, Any]:
+        """The JSON object that a request gives."""
+        response = self._client.exchange(self._client.head(method, path, *lines), data)
+        if not 200 <= response.status < 300:
+            self._refuse(response)
+        with contextlib.suppress(ValueError, RecursionError):
+            document = json.loads(response.body.decode("utf-8", "surrogateescape"))
+            if isinstance(document, dict):
+                return document
+        raise CallFailed("retry", "a reply with no JSON from %s; is --base-url right?" % self._client.host, billed=True)
+
+    def _refuse(self, response: Response) -> None:
+        text = response.body.decode("utf-8", "surrogateescape")
+        document = None
+        with contextlib.suppress(ValueError, RecursionError):
+            document = json.loads(text)
+        error = error_in(document, text)
+        raise classify(response.status, error._replace(words=self._client.mask(error.words)),
+                       retry_after(response.headers, time.time()), ())
+
+
+class Collected(NamedTuple):
+    """What the lines of results came to, for one job."""
+
+    outcomes: Dict[str, Union[Reply, CallFailed]]       # by custom id
+    unknown: List[str]                                  # custom ids that nobody asked under, and lines that are none
+    repeated: List[str]                                 # custom ids that came again; if the lines differ, none counts
+
+
+def sorted_lines(raw: bytes, requests: Mapping[str, Any], outcome: Callable[[Mapping[str, Any]], Any]) -> Collected:
+    """Join lines of results to requests, by custom id."""
+    found: Dict[str, bytes] = {}
+    came = Collected({}, [], [])
+    for number, line in enumerate(raw.split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            document = LEDGER_JSON.decode(line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape"))
+        except (ValueError, RecursionError):
+            document = None
+        name = an_object(document).get("custom_id")
+        if not isinstance(name, str) or name not in requests:
+            came.unknown.append(shown(name) if isinstance(document, dict) else "line %d, which is no JSON" % number)
+        elif name not in found:
+            found[name] = line
+            came.outcomes[name] = outcome(an_object(document))
+        else:
+            came.repeated.append(name)
+            if found[name] != line:
+                came.outcomes[name] = CallFailed("retry", "two different lines have this custom id; neither counts")
+    return came
+
+
+Request = Tuple[Dict[str, Any], Dict[str, Any]]         # what the ledger holds of it, and the body of the call
+
+
+class Rounds:
+    """Drives plans by jobs: a round is all that is to be asked now, and it is collected before the next begins."""
+
+    def __init__(self, runner: Runner, header: Mapping[str, Any], ledger: Ledger, say: Speaker) -> None:
+        assert runner.model.jobs is not None
+        self.runner, self.state, self.say, self._jobs = runner, runner.arms[0].state, say, runner.model.jobs
+        self._header, self._ledger, self._round, self._fruitless = header, ledger, 0, 0
+        runner.ledger, runner.deadline = ledger, time.monotonic() + (runner.options.deadline or math.inf)
+        # Who asks for a part, or again for what is in quarantine, gets that once, and not anew in each round.
+        self._only: Optional[Set[int]] = self._keys(job.intent for job in self.state.jobs.values()) or None
+
+    # ---- the rounds ----
+
+    def run(self) -> bool:
+        """Go on until nothing is to be asked, or only waited for; whether what is left is to be asked online."""
+        before = self.runner.catch_signals()
+        try:
+            with self.runner.lock:              # there are no other threads; what is called expects it to be held
+                self.decided_by_hand()
+                return self._rounds()
+        finally:
+            self.say.live("")
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _rounds(self) -> bool:
+        online = self.runner.options.finish == "online"
+        while self._collected():
+            asks = self.asks()
+            fresh = [ask for ask in asks if ask.attempt == 1 and not ask.fallback]
+            if not asks or (online and not fresh):
+                return bool(asks)
+            self._submit(fresh if online else asks)
+        return False
+
+    def _collected(self) -> bool:
+        """Finish the jobs that are open; whether to go on."""
+        runner, jobs, came = self.runner, list(self.state.jobs.values()), self.runner.tally["replies"]
+        for job in jobs:
+            if not runner.code:
+                self._finish(job)
+        self._fruitless = self._fruitless + 1 if jobs and runner.tally["replies"] == came else 0
+        if self._fruitless == TRIES:
+            runner.stop("%d rounds of jobs brought no reply" % TRIES, STOPPED)
+        return not runner.code
+
+    def decided_by_hand(self) -> None:
+        """What a person says of jobs that the program cannot decide about: --adopt and --abandon."""
+        options, jobs = self.runner.options, self.state.jobs
+        undecided = [key for key, job in jobs.items() if not job.name]
+        if options.adopt and len(undecided) != 1:
+            raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
+                options.adopt, len(undecided), self._ledger.path))
+        if options.adopt:
+            self.step("created", undecided[0], job=options.adopt)
+        named = [key for key, job in jobs.items() if options.abandon in (key, job.name)]
+        if options.abandon and not named:
+            raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
+                options.abandon, self._ledger.path, ", ".join(job.name or key for key, job in jobs.items()) or "none"))
+        for key in named if options.abandon else ():
+            self.step("abandoned", key, detail="by hand")
+
+    def pending(self) -> Pending:
+        """What is to be asked now."""
+        options, state = self.runner.options, self.state
+        again = self._round or self._only is not None
+        if again:
+            options = argparse.Namespace(**{**vars(options), "limit": None, "retry_quarantined": False})
+        only = self._only if again and self.runner.options.limit else None
+        for key, flags in state.status.items():
+            state.status[key] = flags & ~TAKEN if only is None or key in only else flags | TAKEN
+        return Pending(self.runner.arms[0].source, state, self.runner.arms[0].size, options)
+
+    def asks(self) -> List[Ask]:
+        """All calls that are to be made now."""
+        asks = [ask for flight in self.pending().flights() for _, ask in flight.first]
+        self._only = (self._only or set()) | {key_of(item.digest) for ask in asks for item in ask.items}
+        self._round += 1
+        return asks
+
+    @staticmethod
+    def _keys(intents: Iterable[Mapping[str, Any]]) -> Set[int]:
+        return {key_of(sha) for intent in intents for request in intent["requests"].values()
+                for sha in request["text_sha"]}
+
+    def portions(self, asks: Sequence[Ask], most: int, most_bytes: float) -> Iterator[List[Request]]:
+        """Asks as requests, in groups that one job can take."""
+        runner, group, size = self.runner, [], 0    # type: Runner, List[Request], int
+        for ask in asks:
+            prompt = build_prompt(ask.items, runner.task, runner.prompt_head)
+            structure = runner.model.structure(ask.ids) if runner.model.structure is not None else {}
+            again = runner.retry_params if ask.attempt > 1 or ask.fallback else {}
+            body = self._jobs.endpoint.body(prompt, {**structure, **again})
+            length = len(json.dumps(body)) + 200
+            if group and (len(group) == most or size + length > most_bytes):
+                yield group
+                group, size = [], 0
+            group.append((request_of(ask, prompt), body))
+            size += length
+        if group:
+            yield group
+
+    def intend(self, group: Sequence[Request], ordinal: int, kind: str) -> Tuple[str, List[bytes]]:
+        """Put on the ledger what is about to be made, as (its key, the lines of requests)."""
+        marks = [self.runner.run_id, str(self._round), str(ordinal), *(request["prompt_sha"] for request, _ in group)]
+        key = hashlib.sha256("\n".join(marks).encode("ascii")).hexdigest()[:24]
+        requests = {"%s-%d" % (key, number): request for number, (request, _) in enumerate(group, 1)}
+        line = self._jobs.engine.line
+        lines = [json.dumps(line(name, body)).encode("ascii") for name, (_, body) in zip(requests, group)]
+        manifest = [json.dumps({"custom_id": name, "id": id_, "text_sha": sha, "source": source,
+                                "rubric_version": self.runner.task.rubric_version}).encode("ascii")
+                    for name, request in requests.items()
+                    for id_, sha, source in zip(request["batch"], request["text_sha"], request["sources"])]
+        self._evidence(key, "requests", lines)
+        self._evidence(key, "manifest", manifest)
+        self.step("intent", key, engine=kind, round=self._round, ordinal=ordinal, requests=requests,
+                  strict=self.runner.options.order == "strict" or None, retry_params=self.runner.retry_params)
+        self._ledger.sync()                     # before anything that costs money is made
+        return key, lines
+
+    def step(self, step: str, key: str, **members: Any) -> None:
+        """Put a step of a job on the ledger; the run's own row comes before its first."""
+        runner = self.runner
+        runner.begin(self._header)
+        runner.append_event("job", step=step, key=key, stage=runner.task.stage, task=runner.task.fingerprint, **members)
+
+    def _evidence(self, key: str, what: str, lines: Sequence[bytes]) -> None:
+        folder = os.path.splitext(self._ledger.path)[0] + "-jobs"
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise HarnessError("cannot make the folder %s: %s; make room for it" % (folder, error.strerror))
+        write_whole(os.path.join(folder, "%s-%s.jsonl" % (key, what)),
+                    lambda file: file.write(b"\n".join([*lines, b""])), "--ledger")
+
+    # ---- one job ----
+
+    def _submit(self, asks: Sequence[Ask]) -> None:
+        for ordinal, group in enumerate(self.portions(asks, self._jobs.engine.most, MAX_JOB_BYTES), 1):
+            key, lines = self.intend(group, ordinal, "provider")
+            if not self.runner.code:
+                self._make(self.state.jobs[key], lines)
+            if self.runner.code:
+                return
+
+    def _make(self, job: OpenJob, lines: Sequence[bytes]) -> None:
+        """Make the job that was intended.  Where it is not known whether it was made, it is looked for."""
+        key, file = job.intent["key"], ""
+        try:
+            if self._jobs.engine.files:
+                file = self._patiently(lambda: self._jobs.upload(key, lines), lambda failure: True)
+                self.step("uploaded", key, file=file)
+                self._ledger.sync()
+            news = self._patiently(lambda: self._jobs.create(key, self.runner.run_id, file, lines), self._not_made)
+        except CallFailed as failure:
+            if file == "" and self._jobs.engine.files or self._not_made(failure):
+                self.step("abandoned", key, detail=failure.detail)
+                self.runner.stop("no job was made: " + failure.detail, STOPPED)
+            else:
+                self.say("it is not known whether a job was made (%s); looking for it" % failure.detail)
+                self._look_for(job)
+        else:
+            self._made(job, news, len(lines))
+
+    def _made(self, job: OpenJob, news: JobNews, count: int) -> None:
+        self.step("created", job.intent["key"], job=news.name)
+        self._ledger.sync()
+        self.say("job %s: %d requests about %d items, %s" % (
+            news.name, count, sum(len(request["batch"]) for request in job.intent["requests"].values()), news.status))
+
+    @staticmethod
+    def _not_made(failure: CallFailed) -> bool:
+        """Whether a failure says for certain that nothing was made."""
+        return failure.status is not None and 400 <= failure.status < 500 and failure.status not in (408, 409, 425)
+
+    def _look_for(self, job: OpenJob) -> None:
+        """Find the job of an intent in the provider's list; that it is not there is known only after a while."""
+        key, requests = job.intent["key"], job.intent["requests"]
+        intended = datetime.datetime.strptime(job.intent["at"][:19], "%Y-%m-%dT%H:%M:%S").replace(
+            tzinfo=datetime.timezone.utc).timestamp()
+        file = job.steps.get("uploaded", {}).get("file")
+        if self._jobs.engine.files and file is None:          # a job is made of an uploaded file, and there is none
+            self.step("abandoned", key, detail="its requests were not uploaded")
+            return
+        self._wait(min(GRACE, GRACE - time.time() + intended), "looking for a job that may have been made")
+        ours: Optional[JobNews] = None
+        doubtful = [key]
+        while doubtful and ours is None and not self.runner.code:
+            try:
+                ours, doubtful = self._call(functools.partial(self._found, job, file, intended))
+            except CallFailed as failure:
+                self._heed(failure, "the provider's list cannot be read")
+                continue
+            if ours is None and doubtful:
+                words = "job %s is open and may be the one that was to be made" % doubtful[0]
+                if self.runner.options.no_wait:
+                    self.runner.stop("%s; wait until it ends, or say --adopt %s" % (words, doubtful[0]), WAITING)
+                self._wait(POLL, words + " (--adopt)")
+        if ours is not None:
+            self._made(job, ours, len(requests))
+        elif not doubtful:
+            self.say("no job was made of what was to be submitted; it is asked anew")
+            self.step("abandoned", key, detail="it is not in the provider's list")
+
+    def _found(self, job: OpenJob, file: Optional[str], intended: float) -> Tuple[Optional[JobNews], List[str]]:
+        """The job of an intent in the provider's list, or the names of those that may be it.
+
+        Where a job carries no key, its custom ids tell, which are to be had once it has ended.
+        """
+        requests, doubtful = job.intent["requests"], []
+        for news in self._jobs.listed(intended - SKEW):
+            if news.key == job.intent["key"] or (file is not None and news.file == file):
+                return news, []
+            total = sum(count for count in news.counts.values() if type(count) is int)
+            recent = not news.made or news.made > intended - SKEW
+            if not self._jobs.engine.files and recent and news.name not in self.state.job_names and total in (
+                    0, len(requests)):
+                if not news.ended:
+                    doubtful.append(news.name)
+                elif sorted_lines(self._jobs.fetch(news), requests, lambda line: None).outcomes:
+                    return news, []
+        return None, doubtful
+
+    def _finish(self, job: OpenJob) -> None:
+        """Wait for a job, and take in what it brought."""
+        import random
+        if not job.name:
+            self._look_for(job)
+        pause = POLL
+        while not self.runner.code and job.name and job.intent["key"] in self.state.jobs:
+            try:
+                news = self._call(functools.partial(self._jobs.news, job.name))
+                raw = self._call(functools.partial(self._jobs.fetch, news)) if news.ended else b""
+            except CallFailed as failure:
+                self._heed(failure, "job %s cannot be asked after" % job.name)
+                continue
+            if news.ended:
+                self._collect(job, news, raw)
+                return
+            words = "job %s: %s" % (job.name, news.words())
+            if self.runner.options.no_wait:
+                self.runner.stop(words, WAITING)
+            self._wait(pause * (0.9 + 0.2 * random.random()), words)
+            pause = min(MAX_POLL, 1.5 * pause)
+
+    def _collect(self, job: OpenJob, news: JobNews, raw: bytes) -> None:
+        key, requests = job.intent["key"], job.intent["requests"]
+        came = sorted_lines(raw, requests, self._jobs.outcome)
+        if raw and not came.outcomes:
+            self.step("disowned", key, detail="job %s holds none of the requests" % news.name)
+            self.runner.stop("job %s holds none of the requests that were submitted (its first line is of %s)" % (
+                news.name, came.unknown[0]), STOPPED)
+            return
+        self._evidence(key, "results", [raw])
+        if self.take_in(job, came, news.name, ended_as=news.status, counts=dict(news.counts), detail=news.errors):
+            self.say("job %s, as the provider counts: %s" % (news.name, news.words()))
+            if news.errors and "token_limit_exceeded" in news.errors:
+                self._wait(MAX_POLL, "the provider's queue is full")
+            elif news.errors:
+                self.runner.stop("job %s was refused whole: %s" % (news.name, news.errors[:MAX_KEPT]), STOPPED)
+
+    def take_in(self, job: OpenJob, came: Collected, name: str, **members: Any) -> bool:
+        """Record every outcome, and what is missing; whether the job is thereby collected."""
+        runner, requests = self.runner, job.intent["requests"]
+        proven = runner.proven() or any(isinstance(outcome, Reply) for outcome in came.outcomes.values())
+        tally: Counter[str] = collections.Counter()
+        named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": []}
+        owner = {id_: other for other, request in requests.items() for id_ in request["batch"]}
+        for custom_id, request in requests.items():
+            outcome = came.outcomes.get(custom_id, CallFailed("retry", "the results hold no line for it"))
+            named["missing"] += [custom_id] * (custom_id not in came.outcomes)
+            ask = ask_of(request)
+            flags = [self.state.status.get(key_of(item.digest), 0) for item in ask.items]
+            if custom_id in job.seen or any(flag & ANSWERED for flag in flags):
+                continue                        # of a collection that was cut short, or answered meanwhile
+            if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and proven:
+                outcome = Reply(None, REJECTED, outcome.detail)
+            if isinstance(outcome, Reply):
+                verdict = self._record(job, ask, outcome, name, custom_id)
+                named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in verdict.extra)
+                tally[verdict.code] += len(ask.items)
+            else:
+                runner.append_failure(ask, outcome, custom_id=custom_id, job=name)
+                tally["no reply"] += len(ask.items)
+            if runner.code:
+                return False
+        for what, some in named.items():
+            for entry in some[:MAX_REPORTED]:
+                self.say("job %s, %s: %s%s" % (name, what, entry, " (%s)" % ", ".join(
+                    requests[entry]["batch"]) if entry in requests else ""))
+        items = sum(len(request["batch"]) for request in requests.values())
+        self.step("collected", job.intent["key"], job=name, items=items,
+                  **{what: len(some) for what, some in named.items()}, **members)
+        self.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
+            name, items, items - tally["no reply"], counts(tally)))
+        if not proven and came.outcomes:
+            runner.stop("every request was refused (%s); check model, --param and texts" % next(
+                outcome.detail for outcome in came.outcomes.values() if isinstance(outcome, CallFailed)), STOPPED)
+        return True
+
+    def _record(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Verdict:
+        """Judge a reply, and append its row."""
+        runner, intent = self.runner, job.intent
+        verdict = validate(ask.items, reply, runner.task, bool(intent.get("strict")))
+        row = attempt_row(ask, reply, verdict, runner.task, {
+            "at": timestamp(), "run": runner.run_id, "ms": None, "job": name, "custom_id": custom_id,
+            "params": intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None,
+            "prompt_sha": intent["requests"][custom_id]["prompt_sha"]})
+        runner.begin(self._header)
+        runner.record(row, row_parts(row))
+        runner.tally.update(calls=1, replies=1)
+        return verdict
+
+    # ---- patience ----
+
+    def _call(self, function: Callable[[], Any]) -> Any:
+        """What a function gives, in a thread of its own, so that it ends in time and signals are heard meanwhile."""
+        came: List[Tuple[Any, Optional[BaseException]]] = []
+
+        def work() -> None:
+            try:
+                came.append((function(), None))
+            except BaseException as error:      # data for the main thread, which raises it
+                came.append((None, error))
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.2)
+            self.runner.model.tick(time.monotonic())
+        value, error = came[0]
+        if error is not None:
+            raise error
+        return value
+
+    def _patiently(self, function: Callable[[], Any], repeatable: Callable[[CallFailed], bool]) -> Any:
+        """What a function gives, tried again after a failure as long as that can do no harm."""
+        for left in range(TRIES - 1, -1, -1):
+            try:
+                return self._call(function)
+            except CallFailed as failure:
+                if not left or failure.kind == "stop" or not repeatable(failure) or self.runner.code:
+                    raise
+                self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
+        return None
+
+    def _heed(self, failure: CallFailed, words: str) -> None:
+        """Of a failure that says nothing about a job: wait, or stop where no call can succeed."""
+        if failure.kind == "stop" and failure.status != 404:
+            self.runner.stop("%s: %s" % (words, failure.detail), STOPPED)
+        elif self.runner.options.no_wait:
+            self.runner.stop("%s now: %s" % (words, failure.detail), WAITING)
+        self._wait(failure.wait or POLL, "%s (%s)" % (words, failure.detail))
+
+    def _wait(self, seconds: float, words: str) -> None:
+        """Wait, and say why; signals and the deadline end it."""
+        began, spoken = time.monotonic(), False
+        while not self.runner.code and time.monotonic() - began < seconds:
+            time.sleep(min(0.2, seconds))
+            if self.runner.signals:
+                self.runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
+            elif time.monotonic() >= self.runner.deadline:
+                self.runner.stop("the --deadline has passed; " + words, WAITING)
+            if self.say.width:
+                self.say.live(fitting(["%s, %s" % (clock(time.monotonic() - began), words)], self.say.width - 1))
+            elif not spoken:
+                spoken = True
+                self.say(words)
+
+
+def run_by_jobs(runner: Runner, header: Mapping[str, Any], ledger: Ledger, say: Speaker) -> Runner:
+    """A run whose calls go by jobs; with --finish online those after the first round do not.  The last runner."""
+    rounds = Rounds(runner, header, ledger, say)
+    if not rounds.run():
+        return runner
+    online = Runner(runner.task, runner.model, [rounds.pending()], runner.options)
+    online.figures, online.tally = runner.figures, runner.tally
+    say("the rest is asked online: %d calls, and more where they fail" % len(rounds.asks()))
+    online.arms = [rounds.pending()]
+    online.flights = online.arms[0].flights()
+    online.run(ledger, header, say)
+    return online
+
+
+def emit_requests(runner: Runner, header: Mapping[str, Any], ledger: Ledger, out: Speaker) -> int:
+    """Write the requests of a round to a file, in OpenAI's batch form."""
+    rounds = Rounds(runner, header, ledger, out)
+    with runner.lock:
+        rounds.decided_by_hand()
+        for key, job in runner.arms[0].state.jobs.items():
+            raise HarnessError("the results of %s are not collected; `collect` them, or --abandon %s" % (
+                job.name or "a file of requests", key))
+        group = next(rounds.portions(rounds.asks(), sys.maxsize, math.inf), None)
+        if group is None:
+            out("nothing to do: no item is pending")
+            return DONE
+        key, lines = rounds.intend(group, 1, "file")
+        write_whole(runner.options.file, lambda file: file.write(b"\n".join([*lines, b""])), "the file")
+        rounds.step("created", key, job="file %s" % runner.options.file)
+    out("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
+        len(lines), sum(len(request["batch"]) for request, _ in group), runner.options.file,
+        ledger.path))
+    return runner.code
+
+
+def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
+    raw = b"\n".join(map(read_whole, options.file))
+    keys = set(re.findall(r'"custom_id"\s*:\s*"([0-9a-f]{24})-\d+"', raw.decode("utf-8", "replace")))
+    jobs: Dict[str, OpenJob] = {}
+    runs: Dict[str, Dict[str, Any]] = {}
+
+    def take(row: Mapping[str, Any]) -> None:
+        key = row.get("key") or str(row.get("custom_id")).rpartition("-")[0]
+        if row["event"] == "run":
+            runs[row["run"]] = dict(row)
+        elif row["event"] == "job" and key in keys and "requests" in row:
+            jobs[key] = OpenJob(row, {}, set())
+        elif row["event"] == "attempt" and key in jobs:
+            jobs[key].seen.add(row["custom_id"])
+    with contextlib.closing(Ledger(options.ledger)) as ledger:
+        ledger.replay(take)
+        jobs = {key: job for key, job in jobs.items() if job.intent["run"] in runs}
+        requests = {name: request for job in jobs.values() for name, request in job.intent["requests"].items()}
+        if not requests:
+            raise HarnessError("no line of %s has the custom id of a request on %s; check both names" % (
+                ", ".join(options.file), options.ledger))
+        client = Client("http://localhost", 1.0, [], "")                # never asked: it reads what others brought
+        endpoint = Endpoint(client, APIS["chat"], {})
+        reader = Jobs(client, endpoint, ENGINES["chat"])
+        came = sorted_lines(raw, requests, reader.outcome)
+        for job in jobs.values():
+            run, mine = runs[job.intent["run"]], job.intent["requests"]
+            task = load_task(run["task"], run["form"])
+            model = Model(run["model"], "", endpoint, jobs=reader)
+            state = State(task)
+            ledger.replay(state.apply)
+            runner = Runner(task, model, [Pending(Sample(options.ledger, []), state, 1, options)], options)
+            header = {name: value for name, value in run.items() if name not in LINE_MEMBERS}
+            rounds = Rounds(runner, header, ledger, say)
+            with runner.lock:
+                rounds.take_in(job, Collected(
+                    {name: outcome for name, outcome in came.outcomes.items() if name in mine}, came.unknown,
+                    [name for name in came.repeated if name in mine]), "file %s" % ", ".join(options.file))
+            came.unknown.clear()                                        # named once
+            if runner.code:
+                return closing_words(runner, 0, 0, out)
+    out("collected; the same `emit` goes on with what is left, or `run` online")
+    return DONE
+
+
+def read_whole(path: str) -> bytes:
+    """The bytes of a file; HarnessError when it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise HarnessError("cannot read %s: %s; check the name" % (path, error.strerror))
 
 
 # ====================================================================================================================
@@ -4065,6 +4778,8 @@ SHARE = checked(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float)
 LEDGER = os.path.join("runs", "ledger.jsonl")
 SIZES = checked(r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
                 lambda text: [int(size) for size in text.split(",")])
+SHARD = checked(r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3", lambda part, parts: (
+    int(part), int(parts)) if int(part) <= int(parts) else int("none"))
 PARAMETER = checked(r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
                     'NAME=JSON, such as temperature=0.7 or stop=["x"] (messages, model, stream and n are set for you)',
                     lambda name, value: (name, REPLY_JSON.decode(value)))
@@ -4077,9 +4792,11 @@ def parser() -> Parser:
                  "and keep only answers that prove whose they are. Without a command: run.",
                  epilog="Each command has its own --help. Exit codes: " + codes)
     top.add_argument("--version", action="version", version="batch_harness " + __version__)
-    commands = top.add_subparsers(dest="command", metavar="{run,trial,report,explain,export}", parser_class=Parser)
+    commands = top.add_subparsers(dest="command", parser_class=Parser)
     run = commands.add_parser("run", help="ask about every item that has no answer yet", allow_abbrev=False)
     trial = commands.add_parser("trial", help="ask a sample at several batch sizes, to compare", allow_abbrev=False)
+    emit = commands.add_parser("emit", help="write the requests to a file, for another engine", allow_abbrev=False)
+    collect = commands.add_parser("collect", help="take in that engine's results", allow_abbrev=False)
     explain = commands.add_parser("explain", help="all that the ledger holds about one item", allow_abbrev=False)
     report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
     export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
@@ -4091,23 +4808,39 @@ def parser() -> Parser:
     report_.add_argument("--html", metavar="FILE", help="also as one page, with the first texts and answers (--input)")
     report_.add_argument("--gold-field", metavar="NAME", help="field of the input that holds the right answer")
     report_.add_argument("--fail-unless-safe", type=POSITIVE, metavar="K", help="exit 1 unless size K is safe")
-    for command in (run, trial, explain, export_):
+    for command in (run, trial, emit, collect, explain, export_):
         command.add_argument("--ledger", default=LEDGER, metavar="FILE", help="default %(default)s")
-    _add_input(run)
-    _add_input(trial)
+    for command in (run, trial, emit):
+        add = _add_input(command)
+        add("--shard", type=SHARD, default=(1, 1), metavar="I/N", help="ask the I-th of N parts, by the texts' ids")
     _add_input(export_)
     _add_input(explain, required=False)
     _add_input(report_, required=False)
     explain.add_argument("id", metavar="ID", help="an id, the beginning of one, or your own key of its first row")
     _add_run(run)
+    _add_run(emit)
     add = _add_run(trial)
     add("--sizes", type=SIZES, default=[1, 1, 2], metavar="A,B,..", help="batch sizes, one arm each (default 1,1,2)")
     add("--sample", type=POSITIVE, default=300, metavar="N", help="items, the same on every machine (default 300)")
-    trial.set_defaults(batch_size=1, limit=None, retry_quarantined=False)
+    trial.set_defaults(batch_size=1, limit=None, retry_quarantined=False, abandon=None)
+    for command in (run, emit):
+        add = command.add_argument_group("of a run").add_argument
+        add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
+        add("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
+        add("--limit", type=POSITIVE, metavar="N", help="ask at most N items now")
+        add("--abandon", metavar="JOB", help="never mind the results of this job: its items are asked again")
+    emit.add_argument("file", metavar="FILE", help="the requests, in OpenAI's batch form")
+    collect.add_argument("file", nargs="+", metavar="FILE", help="results, in OpenAI's batch form")
+    collect.set_defaults(attempts=2, on_failure="single", retry_param=[], workers=1, rpm=None, deadline=None,
+                         limit=None, order="set")
+    for command in (emit, trial):
+        command.set_defaults(batch_api=False, no_wait=False, finish="jobs", adopt=None, baseline=None)
+    add = run.add_argument_group("by batch jobs").add_argument
+    add("--batch-api", action="store_true", help="send the calls through the provider's batch engine")
+    add("--finish", choices=("jobs", "online"), default="jobs", help="how later rounds go (default jobs)")
+    add("--no-wait", action="store_true", help="leave as soon as jobs are submitted (exit code 4)")
+    add("--adopt", metavar="JOB", help="this job is the one that may have been made")
     add = run.add_argument_group("of a run alone").add_argument
-    add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
-    add("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
-    add("--limit", type=POSITIVE, metavar="N", help="ask at most N items now")
     add("--baseline", metavar="LEDGER", help="another ledger that shows what the model does at size 1")
     report_.add_argument("--json", action="store_true", help="as data")
     export_.add_argument("--output", default="-", metavar="FILE", help=".csv for CSV, else JSONL (default stdout)")
@@ -4117,7 +4850,7 @@ def parser() -> Parser:
     return top
 
 
-def _add_input(command: Parser, required: bool = True) -> None:
+def _add_input(command: Parser, required: bool = True) -> Callable[..., Any]:
     add = command.add_argument_group("input").add_argument
     add("--input", required=required, metavar="FILE", help="JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin")
     add("--input-format", choices=sorted(READERS), help="default: by the file's ending")
@@ -4128,6 +4861,7 @@ def _add_input(command: Parser, required: bool = True) -> None:
     add("--query", metavar="SQL", help="query on an SQLite file")
     add("--skip-bad", action="store_true", help="go on without bad rows")
     add("--id-length", type=DIGITS, default=ID_LENGTH, metavar="N", help="hex digits of an id (default 12)")
+    return add
 
 
 def _add_run(command: Parser) -> Callable[..., Any]:
@@ -4174,7 +4908,7 @@ def input_spec(options: argparse.Namespace) -> InputSpec:
             raise HarnessError("--template names no field, or has a $ that names none; write $name, ${any name} or $$")
     table = options.table and 'SELECT * FROM "%s"' % options.table.replace('"', '""')
     return InputSpec(options.input, options.input_format, options.text_field or "text", options.id_field, template,
-                     options.query or table)
+                     options.query or table, getattr(options, "shard", (1, 1)))
 
 
 def chosen_task(options: argparse.Namespace) -> Task:
@@ -4257,6 +4991,7 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
         if state.demo is not None and state.demo is not is_demo(model.name):
             raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
                                % (kinds[0], model.name, kinds[1]))
+        check_jobs(options, model, state)
         runner = Runner(task, model, arms, options)
         if ledger is not None:
             return ask_all(runner, ledger, frozen, say, out)
@@ -4265,6 +5000,26 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
             out(build_prompt(flight.first[0][1].items, task) + "\n")
         out("%s\ndry run: nothing %s" % (outlook(runner, frozen), "is pending" if flight is None else "was called"))
         return DONE
+
+
+def check_jobs(options: argparse.Namespace, model: Model, state: State) -> None:
+    """HarnessError when jobs cannot be made of this model, or open ones would be asked a second time."""
+    kind = "provider" if options.batch_api else "file" if options.command == "emit" else ""
+    if kind and model.jobs is None:
+        raise HarnessError("%s has no batch engine that is known; leave --batch-api out, or `emit` a file" % model.name)
+    if options.batch_api and options.max_calls:
+        raise HarnessError("--max-calls means nothing to batch jobs; bound them with --limit")
+    for word in ("no_wait", "adopt", "abandon"):
+        if getattr(options, word) and not kind:
+            raise HarnessError("--%s is about batch jobs; say --batch-api, too" % word.replace("_", "-"))
+    ways = {"file": "`collect` its results, or `emit` with --abandon %s",
+            "provider": "say --batch-api, alone or with --abandon %s"}
+    for key, job in state.jobs.items():
+        made = str(job.intent.get("engine"))
+        if made != kind and options.abandon not in (key, job.name):
+            count = sum(len(request["batch"]) for request in job.intent["requests"].values())
+            raise HarnessError("%d items wait for the results of %s; %s" % (
+                count, job.name or "a job that may have been made", ways.get(made, "%s") % (job.name or key)))
 
 
 def outlook(runner: Runner, frozen: Frozen) -> str:
@@ -4326,14 +5081,20 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     if options.instruction is None and options.task is None:
         say("no --instruction given; asking: " + task.instruction)
     asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
-    runner.run(ledger, {
+    header = {
         "model": model.name, "host": model.host, "stage": task.stage, "fingerprint": task.fingerprint,
         "task": task.document(), "form": task.form, "params": model.params, "api_version": model.api_version,
         "arms": None if state.arm is None else [pending.size for pending in runner.arms],
         **{name: getattr(options, name) for name in asked}, "policy": runner.arms[0].policy._asdict(),
         "strict_order": options.order == "strict", "retry_params": runner.retry_params,
         "input": runner.arms[0].source.name, **frozen._asdict(), "harness": __version__,
-        "python": sys.version.split()[0]}, say)
+        "shard": "%d/%d" % options.shard if options.shard != (1, 1) else None, "python": sys.version.split()[0]}
+    if options.command == "emit":
+        return emit_requests(runner, header, ledger, out)
+    if options.batch_api:
+        runner = run_by_jobs(runner, header, ledger, say)
+    else:
+        runner.run(ledger, header, say)
     answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
                                     for flags in (ANSWERED, QUARANTINED, FROZEN))
     summary = "%d of %d items answered, %d quarantined" % (answered, items, quarantined)
@@ -4381,8 +5142,11 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
         out("%d replies could not be written to the ledger; their calls are made again" % tally["lost"])
     if tally["left"] and not code:
         reason, code = "%d items got no reply after %d tries" % (tally["left"], MAX_FAILURES), STOPPED
-    if code:
+    if code == WAITING:
+        out("waiting: %s; run the same command again to go on" % reason)
+    elif code:
         out("stopped early: %s; then run the same command again to go on" % reason)
+    if code:
         return code
     if quarantined and options.command == "trial":
         out("quarantined items stay so in this trial; `explain ID --ledger %s` says why; mend that, then take another "
@@ -4442,7 +5206,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
         options = parser().parse_args(words)
-        command = {"report": command_report, "explain": command_explain, "export": command_export}.get(
+        command = {"report": command_report, "explain": command_explain, "export": command_export,
+                   "collect": command_collect}.get(
             options.command, command_run)
         code = command(options, say, out)
         if out.full:

@@ -22,6 +22,7 @@ import pickle
 import random
 import re
 import shlex
+import shutil
 import signal
 import socket
 import sqlite3
@@ -2870,6 +2871,545 @@ class Runs(EndpointCase):
         self.assertEqual(code, 3)
         self.assertRegex(err.splitlines()[-1], r"^batch_harness: a fault of its own in \w+, line \d+: MemoryError: no more; please report it")
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo")[0], 0)
+
+
+# ====================================================================================================================
+# BATCH JOBS
+# ====================================================================================================================
+
+class Engine:
+    """A batch engine of OpenAI's form or Anthropic's.  `answer(prompt, custom_id)` gives the body of a reply, a line of results or None."""
+
+    def __init__(self, answer=None, form="chat", polls=1):
+        self.answer, self.form, self.polls = answer or (lambda prompt, name: self.reply(reply_to_prompt(prompt))), form, polls
+        self.jobs, self.files, self.log, self.headers, self.ends = {}, {}, [], [], "completed"
+        self.before = self.after = lambda step: None        # called around each step; what they return True for is dropped
+        self.extra, self.errors, self.lock = [], None, threading.Lock()
+        engine = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self):
+                self.take("GET")
+
+            def do_POST(self):
+                self.take("POST")
+
+            def take(self, method):
+                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                path, _, query = self.path.partition("?")
+                step = engine.step_of(method, path)
+                engine.headers.append((step, dict(self.headers)))
+                if engine.before(step):
+                    self.close_connection = True
+                    return
+                with engine.lock:
+                    engine.log.append(step)
+                    status, body = engine.handle(step, path, query, data)
+                if engine.after(step):
+                    self.close_connection = True
+                    return
+                with contextlib.suppress(OSError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(body)))
+                    self.end_headers()
+                    self.wfile.write(body)
+
+            def log_message(self, *args):
+                pass
+        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.base = "http://127.0.0.1:%d%s" % (self.server.server_address[1], "/v1" if form == "chat" else "")
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self):
+        self.server.shutdown()
+        self.server.server_close()
+
+    def reply(self, text, **more):
+        return json.loads((completion if self.form == "chat" else message)(text, **more))
+
+    def step_of(self, method, path):
+        if method == "POST":
+            return "upload" if path.endswith("/files") else "create" if path.endswith("/batches") else "chat"
+        return "list" if path.endswith("/batches") else "fetch" if path.endswith(("/content", "/results")) else "look"
+
+    def handle(self, step, path, query, data):
+        if step == "chat":
+            return 200, completion(reply_to_prompt(json.loads(data)["messages"][0]["content"]))
+        if step == "upload":
+            name = "file-%d" % len(self.files)
+            self.files[name] = re.search(rb"application/jsonl\r\n\r\n(.*?)\r\n--", data, re.S).group(1)
+            return 200, json.dumps({"id": name, "object": "file", "purpose": "batch"}).encode()
+        if step == "create":
+            asked = json.loads(data)
+            lines = asked.get("requests") or [json.loads(line) for line in self.files[asked["input_file_id"]].split(b"\n") if line]
+            name = ("batch_%d" if self.form == "chat" else "msgbatch_%d") % len(self.jobs)
+            self.jobs[name] = {"lines": lines, "left": self.polls, "metadata": asked.get("metadata"), "file": asked.get("input_file_id"), "made": time.time()}
+            return 200, json.dumps(self.document(name)).encode()
+        if step == "list":
+            names = sorted(self.jobs, key=lambda name: int(name.split("_")[1]), reverse=True)
+            after = re.search("after(?:_id)?=([^&]*)", query)
+            rest = names[names.index(after.group(1)) + 1:] if after else names
+            for job in self.jobs.values():
+                job["left"] -= 1                            # time goes by
+            return 200, json.dumps({"data": [self.document(name) for name in rest[:2]], "has_more": len(rest) > 2}).encode()
+        name = re.search("(?:msg)?batch_[0-9]+", path)
+        if not name or name.group() not in self.jobs:
+            if step == "fetch" and path.split("/")[-2][:3] in ("out", "err"):
+                kind, number = path.split("/")[-2].split("-")
+                return 200, self.results("batch_" + number, kind)
+            return 404, b'{"error": {"message": "no such job"}}'
+        if step == "fetch":
+            return 200, self.results(name.group(), "all")
+        self.jobs[name.group()]["left"] -= 1
+        return 200, json.dumps(self.document(name.group())).encode()
+
+    def document(self, name):
+        job = self.jobs[name]
+        number, ended, count = name.split("_")[1], job["left"] <= 0, len(job["lines"])
+        if self.form == "messages":
+            return {"id": name, "type": "message_batch", "processing_status": "ended" if ended else "in_progress",
+                    "request_counts": dict(dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0), **{"succeeded" if ended else "processing": count}),
+                    "created_at": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(job["made"])) + ".123456Z", "results_url": "http://evil.example/results"}
+        return {"id": name, "object": "batch", "status": self.ends if ended else "in_progress", "metadata": job["metadata"], "input_file_id": job["file"],
+                "output_file_id": "out-" + number if ended else None, "error_file_id": "err-" + number if ended else None, "errors": self.errors if ended else None,
+                "created_at": int(job["made"]), "request_counts": {"total": count, "completed": count, "failed": 0}}
+
+    def results(self, name, kind):
+        out, err = [], []
+        for line in self.jobs[name]["lines"]:
+            body = line["body"] if self.form == "chat" else line["params"]
+            came = self.answer(body["messages"][0]["content"], line["custom_id"])
+            if came is not None and "custom_id" not in came:
+                came = ({"custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": came}, "error": None} if self.form == "chat" else
+                        {"custom_id": line["custom_id"], "result": {"type": "succeeded", "message": came}})
+            if came is not None:
+                (err if came.get("error") or (came.get("response") or {}).get("status_code", 200) != 200 else out).append(came)
+        lines = {"out": out[::-1] + self.extra, "err": err, "all": (out + err + self.extra)[::-1]}[kind]
+        return "".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+
+    def prompts(self):
+        """Every prompt of every job."""
+        return [(line.get("body") or line["params"])["messages"][0]["content"] for job in self.jobs.values() for line in job["lines"]]
+
+
+class BatchJobs(EndpointCase):
+    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
+
+    def setUp(self):
+        super().setUp()
+        for name in ("POLL", "MAX_POLL", "GRACE"):
+            patch = mock.patch.object(bh, name, 0.05)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def engine(self, answer=None, form="chat", **more):
+        engine = Engine(answer, form, **more)
+        self.addCleanup(engine.close)
+        os.environ.update(OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY)
+        return engine
+
+    def words(self, engine, *more, size=2):
+        return ["--input", "items.jsonl", "--model", "openai:m" if engine.form == "chat" else "anthropic:m", "--base-url", engine.base, "--batch-api",
+                "--batch-size", size, "--labels", "good,bad", *more]
+
+    def jobs(self, engine, *more, count=0, size=2):
+        if count:
+            self.items_file(count)
+        code, out, err = self.main(*self.words(engine, *more, size=size))
+        for text in (out, err, *(self.read(path) for path in self.written())):
+            self.assertNotIn(KEY, text)
+        return code, out, err
+
+    def written(self):
+        return [os.path.join(folder, name) for folder, _, names in os.walk("runs") for name in names]
+
+    def read(self, path):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+    def steps(self, path="runs/ledger.jsonl"):
+        return [row["step"] for row in self.rows(path, "job")]
+
+    def statuses(self):
+        return collections.Counter(json.loads(line)["status"] for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
+
+    def test_the_whole_plan_goes_by_jobs_round_after_round(self):
+        for form in ("chat", "messages"):
+            answer = lambda prompt, name: engine.reply("no" if "number 3" in prompt and len(asked_in(prompt)) > 1 else reply_to_prompt(prompt))
+            engine = self.engine(answer, form)
+            code, out, err = self.jobs(engine, count=7)
+            self.assertEqual(code, 0, out + err)
+            self.assertIn("7 of 7 items answered, 0 quarantined, 0 pending", out)
+            self.assertEqual(self.statuses(), {"answered": 7})
+            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [4, 1, 2])
+            rows = self.rows("runs/ledger.jsonl")
+            self.assertEqual([(row["attempt"], row["fallback"], row["verdict"]) for row in rows if "number 3" in self.text_of(row) or "number 2" in self.text_of(row)],
+                             [(1, False, "not_json"), (2, False, "not_json"), (1, True, "ok"), (1, True, "ok")])
+            self.assertEqual({row["job"] for row in rows}, set(engine.jobs))
+            self.assertEqual(sorted(row["custom_id"] for row in rows), sorted(line["custom_id"] for job in engine.jobs.values() for line in job["lines"]))
+            self.assertEqual(self.steps(), (["intent", "uploaded", "created", "collected"] if form == "chat" else ["intent", "created", "collected"]) * 3)
+            before = self.bytes()
+            self.assertIn("nothing to do", self.jobs(engine)[1])
+            self.assertEqual((self.bytes(), len(engine.jobs)), (before, 3))
+            self.assertEqual(self.main("report", "--fail-unless-safe", "2")[0], 1)
+            self.assertIn("as it was sent", self.main("explain", "3", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")[1])
+            shutil.rmtree("runs")
+
+    def text_of(self, row):
+        return " ".join("number %d" % n for n in range(20) if bh.item_id("text number %d" % n) in row["batch"])
+
+    def test_a_job_answers_as_calls_do(self):
+        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 5" in prompt else reply_to_prompt(prompt)))
+        self.jobs(engine, "--ledger", "j.jsonl", count=12, size=5)
+        server = self.serve(lambda prompt, n: completion("no" if "number 5" in prompt else reply_to_prompt(prompt)))
+        self.ask(server, 0, "--batch-size", "5", "--labels", "good,bad", "--ledger", "o.jsonl")
+        keys = ("verdict", "attempt", "fallback", "size", "batch", "answers", "quarantined", "batch_id", "prompt_sha", "text_sha", "sources", "reply", "finish", "tokens_in")
+        rows = [sorted(json.dumps({key: row.get(key) for key in keys}) for row in self.rows(path)) for path in ("j.jsonl", "o.jsonl")]
+        self.assertEqual(rows[0], rows[1])
+
+    def test_no_wait_leaves_and_the_same_command_takes_up(self):
+        engine = self.engine(polls=3)
+        code, out, err = self.jobs(engine, "--no-wait", count=4)
+        self.assertEqual((code, engine.log), (4, ["upload", "create", "look"]))
+        self.assertIn("waiting: job batch_0: in_progress (total 2", out)
+        before = self.bytes()
+        self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
+        self.assertEqual(self.bytes(), before)
+        code, out, err = self.jobs(engine, "--no-wait")
+        self.assertEqual((code, self.statuses()), (0, {"answered": 4}), out + err)
+
+    def test_what_waits_in_a_job_is_not_asked_a_second_time(self):
+        engine = self.engine(polls=9)
+        self.jobs(engine, "--no-wait", count=4)
+        words = [word for word in self.words(engine) if word != "--batch-api"]
+        for more in ([], ["--limit", "1"], ["--dry-run"]):
+            code, out, err = self.main(*words, *more)
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn("4 items wait for the results of batch_0; say --batch-api, alone or with --abandon batch_0", err)
+        self.assertIn("no open job", self.jobs(engine, "--abandon", "batch_7")[2])
+        engine.polls = 1
+        code, out, err = self.jobs(engine, "--abandon", "batch_0")
+        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 2, {"answered": 4}), err)
+
+    def test_a_creation_whose_answer_was_lost_makes_one_job(self):
+        for form in ("chat", "messages"):
+            for made in (True, False):
+                engine = self.engine(None, form)
+                left = ["create"]
+                setattr(engine, "after" if made else "before", lambda step: step in left and (left.remove(step) or True))
+                for _ in range(3):              # others' jobs, on two pages of the list
+                    engine.jobs[("batch_%d" if form == "chat" else "msgbatch_%d") % len(engine.jobs)] = {
+                        "lines": [{"custom_id": "x-%d" % n, "body": {"messages": [{"content": ""}]}, "params": {"messages": [{"content": ""}]}} for n in range(2)],
+                        "left": 0, "metadata": None, "file": "other", "made": time.time()}
+                code, out, err = self.jobs(engine, count=4)
+                self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 4, {"answered": 4}), (form, made, out, err))
+                self.assertEqual(self.steps().count("created"), 1)
+                self.assertEqual("abandoned" in self.steps(), not made)
+                shutil.rmtree("runs")
+
+    def test_killed_at_any_step_it_makes_one_job(self):
+        for form in ("chat", "messages"):
+            for taken in (True, False):
+                for number in range(6):
+                    engine = self.engine(lambda prompt, name: engine.reply("no" if "number 3" in prompt and len(asked_in(prompt)) > 1 else reply_to_prompt(prompt)), form)
+                    self.items_file(4)
+                    seen, reached, go = [], threading.Event(), threading.Event()
+
+                    def hold(step):
+                        seen.append(step)
+                        if len(seen) == number + 1:
+                            reached.set()
+                            go.wait(20)
+                            return not taken
+                        return False
+                    setattr(engine, "after" if taken else "before", hold)
+                    run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    self.assertTrue(reached.wait(20))
+                    run.kill()
+                    run.wait()
+                    go.set()
+                    engine.before = engine.after = lambda step: False
+                    code, out, err = self.jobs(engine)
+                    where = (form, taken, number, seen, err)
+                    self.assertEqual((code, self.statuses()), (0, {"answered": 4}), where)
+                    prompts = collections.Counter(engine.prompts())
+                    self.assertEqual(sorted(count for prompt, count in prompts.items()), [1, 1, 1, 2], where)       # one was asked again: it failed
+                    rows = self.rows("runs/ledger.jsonl")
+                    self.assertEqual(len({row["custom_id"] for row in rows}), len(rows), where)
+                    shutil.rmtree("runs")
+                    engine.close()
+
+    def test_an_undecided_job_blocks_until_it_ends_or_a_person_decides(self):
+        for adopt in (True, False):
+            engine = self.engine(None, "messages", polls=99)
+            left = ["create"]
+            engine.after = lambda step: step in left and (left.remove(step) or True)
+            code, out, err = self.jobs(engine, "--no-wait", count=4)
+            self.assertEqual((code, len(engine.jobs)), (4, 1))
+            self.assertIn("job msgbatch_0 is open and may be the one that was to be made; wait until it ends, or say --adopt msgbatch_0", out)
+            self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
+            engine.jobs["msgbatch_0"]["left"] = 0 if not adopt else 1
+            code, out, err = self.jobs(engine, *(["--adopt", "msgbatch_0"] if adopt else []))
+            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
+            self.assertIn("--adopt x: 0 jobs of", self.jobs(engine, "--adopt", "x")[2])
+            shutil.rmtree("runs")
+
+    def test_a_job_that_was_adopted_wrongly_is_disowned(self):
+        engine = self.engine(None, "messages")
+        left = ["create"]
+        engine.before = lambda step: step in left and (left.remove(step) or True)
+        engine.jobs["msgbatch_0"] = {"lines": [{"custom_id": "x-%d" % n, "params": {"messages": [{"content": ""}]}} for n in range(2)], "left": 99, "made": time.time(), "metadata": 0, "file": 0}
+        self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
+        engine.jobs["msgbatch_0"]["left"] = 0
+        code, out, err = self.jobs(engine, "--adopt", "msgbatch_0")
+        self.assertEqual(code, 3)
+        self.assertIn("job msgbatch_0 holds none of the requests", out)
+        self.assertEqual(self.rows("runs/ledger.jsonl"), [])
+        code, out, err = self.jobs(engine)
+        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 2, {"answered": 4}), out + err)
+
+    def test_what_is_missing_unknown_repeated_crossed_or_errored_is_named(self):
+        names = {}
+
+        def answer(prompt, name):
+            names.setdefault(name, [item for item, _ in asked_in(prompt)])
+            place, first = int(name.rpartition("-")[2]), len(engine.jobs) == 1
+            if first and place == 1:
+                return None
+            if first and place == 2:
+                return {"custom_id": name, "response": None, "error": {"code": "batch_expired", "message": "Not run in time."}}
+            if first and place == 3:            # what belongs to request 4
+                return engine.reply(json.dumps([{"id": bh.item_id("text number %d" % n), "answer": "bad"} for n in (6, 7)]))
+            return engine.reply(reply_to_prompt(prompt))
+        engine = self.engine(answer)
+        engine.ends = "expired"
+        engine.extra = [{"custom_id": "nobody-1", "response": {"status_code": 200, "body": engine.reply("[]")}}, "junk\n", "[]\n"]
+        code, out, err = self.jobs(engine, count=10)
+        self.assertEqual((code, self.statuses()), (0, {"answered": 10}), out + err)
+        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
+        ids = [bh.item_id("text number %d" % n) for n in (0, 1)]
+        self.assertIn("job batch_0, missing: %s-1 (%s)" % (key, ", ".join(ids)), err)
+        self.assertIn('job batch_0, unknown: "nobody-1"', err)
+        self.assertIn("job batch_0, unknown: line 5, which is no JSON", err)
+        self.assertIn("job batch_0, crossed: %s-3" % key, err)
+        self.assertIn("job batch_0: 10 items submitted, 6 came back; by verdict: no reply 4, ok 4, set_mismatch 2", err)
+        self.assertIn("job batch_0, as the provider counts: expired (total 5, completed 5, failed 0)", err)
+        collected = next(row for row in self.rows("runs/ledger.jsonl", "job") if row["step"] == "collected")
+        self.assertEqual([collected[word] for word in ("items", "missing", "unknown", "crossed", "repeated", "ended_as")], [10, 1, 3, 1, 0, "expired"])
+        self.assertEqual([row["detail"] for row in self.failures()], ["the results hold no line for it", "HTTP 500: Not run in time."])
+        wrong = [row for row in self.rows("runs/ledger.jsonl") if row.get("answers") and "bad" in row["answers"].values()]
+        self.assertEqual(wrong, [])
+
+    def test_two_lines_for_one_request_count_once_or_not_at_all(self):
+        for same in (True, False):
+            engine = self.engine()
+            self.items_file(2)
+            self.jobs(engine, "--no-wait", size=1)
+            first = engine.jobs["batch_0"]["lines"][0]
+            other = {"custom_id": first["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": engine.reply(reply_to_prompt(
+                first["body"]["messages"][0]["content"], "good" if same else "bad"))}, "error": None}
+            engine.extra = [other]
+            shutil.rmtree("runs")
+            engine.jobs.clear()
+            engine.answer = lambda prompt, name, engine=engine: engine.reply(reply_to_prompt(prompt))
+            calls = []
+
+            def repeat(step, engine=engine, same=same, calls=calls):
+                if step == "create" and not calls:
+                    calls.append(1)
+                    line = engine.jobs["batch_0"]["lines"][0]
+                    engine.extra = [{"custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": engine.reply(reply_to_prompt(
+                        line["body"]["messages"][0]["content"], "good" if same else "bad"))}, "error": None}]
+                return False
+            engine.after = repeat
+            code, out, err = self.jobs(engine, size=1)
+            self.assertIn("job batch_0, repeated: ", err)
+            self.assertEqual((code, len(engine.jobs)), (0, 1 if same else 2), err)
+            self.assertEqual({answer for row in self.rows("runs/ledger.jsonl") for answer in row["answers"].values()}, {"good"})
+            shutil.rmtree("runs")
+
+    def test_a_job_that_was_refused_whole_stops_the_run_and_says_why(self):
+        engine = self.engine(lambda prompt, name: None)
+        engine.ends, engine.errors = "failed", {"object": "list", "data": [{"code": "invalid_json_line", "message": "bad line", "line": 2, "param": None}]}
+        code, out, err = self.jobs(engine, count=4)
+        self.assertEqual((code, len(engine.jobs)), (3, 1))
+        self.assertIn("job batch_0 was refused whole: line 2: invalid_json_line: bad line", out)
+
+    def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
+        engine = self.engine(lambda prompt, name: None)
+        engine.ends, engine.errors = "failed", {"data": [{"code": "token_limit_exceeded", "message": "Queue limit.", "line": None}]}
+        code, out, err = self.jobs(engine, count=4)
+        self.assertEqual((code, len(engine.jobs)), (3, 3))
+        self.assertIn("3 rounds of jobs brought no reply", out)
+        engine.ends, engine.errors, engine.answer = "completed", None, lambda prompt, name: engine.reply(reply_to_prompt(prompt))
+        self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
+
+    def test_refused_contents_are_verdicts_only_where_something_succeeded(self):
+        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "content_filter"}
+        for form, line in (("chat", lambda name: {"custom_id": name, "response": {"status_code": 400, "body": {"error": refusal}}, "error": None}),
+                           ("messages", lambda name: {"custom_id": name, "result": {"type": "errored", "error": {"type": "error", "error": refusal}}})):
+            engine = self.engine(lambda prompt, name, line=line: line(name) if "number 3" in prompt else engine.reply(reply_to_prompt(prompt)), form)
+            code, out, err = self.jobs(engine, count=5, size=1)
+            self.assertEqual((code, self.statuses()), (1, {"answered": 4, "quarantined": 1}), err)
+            self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl") if row["verdict"] != "ok"], ["rejected"])
+            shutil.rmtree("runs")
+            engine = self.engine(lambda prompt, name, line=line: line(name), form)
+            code, out, err = self.jobs(engine, count=5, size=1)
+            self.assertEqual((code, self.rows("runs/ledger.jsonl"), len(engine.jobs)), (3, [], 1))
+            self.assertIn("every request was refused (HTTP 400: no", out)
+            shutil.rmtree("runs")
+
+    def test_the_rest_can_be_asked_online(self):
+        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 3" in prompt else reply_to_prompt(prompt)))
+        code, out, err = self.jobs(engine, "--finish", "online", count=6)
+        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 6}), out + err)
+        self.assertIn("the rest is asked online: 1 calls", err)
+        self.assertEqual(engine.log.count("chat"), 1)
+
+    def test_limits_and_quarantined_items_go_once_by_jobs_too(self):
+        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 1" in prompt else reply_to_prompt(prompt)))
+        code, out, err = self.jobs(engine, "--limit", "3", count=6, size=1)
+        self.assertEqual((code, self.statuses()), (1, {"answered": 2, "quarantined": 1, "pending": 3}), out + err)
+        self.assertEqual(len(engine.prompts()), 4)
+        self.assertEqual(self.jobs(engine, size=1)[0], 1)
+        self.assertEqual(len(engine.prompts()), 7)
+        self.jobs(engine, "--retry-quarantined", size=1)
+        self.assertEqual(len(engine.prompts()), 8)
+        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
+        self.assertEqual((self.jobs(engine, "--retry-quarantined", size=1)[0], self.statuses()), (0, {"answered": 6}))
+
+    def test_bad_requests_keys_and_refusals_of_a_job_are_said(self):
+        engine = self.engine()
+        engine.handle = lambda step, path, query, data: (401, b'{"error": {"message": "bad key %s"}}' % KEY.encode())
+        code, out, err = self.jobs(engine, count=2)
+        self.assertEqual((code, len(engine.log)), (3, 1))
+        self.assertIn("no job was made: HTTP 401: bad key ***", out)
+        shutil.rmtree("runs")
+        for words in (["--model", "demo", "--batch-api"], ["--model", "ollama:m", "--batch-api"], ["--model", "openai:m", "--batch-api", "--max-calls", "3"],
+                      ["--model", "openai:m", "--no-wait"], ["--model", "openai:m", "--adopt", "x"], ["--model", "openai:m", "--abandon", "x"]):
+            code, out, err = self.main("--input", "items.jsonl", *words)
+            self.assertEqual((code, out), (2, ""), words)
+            shutil.rmtree("runs", ignore_errors=True)
+
+    def test_a_job_survives_the_network(self):
+        engine = self.engine(polls=4)
+        seen = collections.Counter()
+
+        def flaky(step):
+            seen[step] += 1
+            return seen[step] == 1 and step != "create"
+        engine.before = flaky
+        code, out, err = self.jobs(engine, count=4)
+        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
+
+    def test_an_interrupt_leaves_the_job_to_be_taken_up(self):
+        engine = self.engine(polls=10 ** 6)
+        self.items_file(4)
+        run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=usual_signals if os.name == "posix" else None)
+        self.wait_for(lambda: "look" in engine.log, "a look at the job")
+        run.send_signal(signal.SIGINT)
+        out, err = run.communicate(timeout=20)
+        self.assertEqual(run.returncode, 130, err)
+        self.assertIn(b"interrupted; jobs go on at the provider", out)
+        engine.jobs["batch_0"]["left"] = 0
+        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
+
+    def test_what_a_job_was_made_of_lies_beside_the_ledger(self):
+        engine = self.engine()
+        self.jobs(engine, count=3)
+        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
+        folder = "runs/ledger-jobs"
+        self.assertEqual(sorted(os.listdir(folder)), ["%s-%s.jsonl" % (key, what) for what in ("manifest", "requests", "results")])
+        self.assertEqual(self.read("%s/%s-requests.jsonl" % (folder, key)).encode(), engine.files["file-0"])
+        manifest = [json.loads(line) for line in self.read("%s/%s-manifest.jsonl" % (folder, key)).splitlines()]
+        self.assertEqual([(row["source"], row["id"], row["text_sha"]) for row in manifest],
+                         [(str(n), bh.item_id("text number %d" % n), bh.text_digest("text number %d" % n)[:32]) for n in range(3)])
+
+    def emit(self, *more, ledger="runs/ledger.jsonl"):
+        os.environ.pop("OPENAI_API_KEY", None)              # a file of requests needs none
+        return self.main("emit", "requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--batch-size", "2", "--labels", "good,bad", "--ledger", ledger, *more)
+
+    def answered_file(self, answer=None, name="results.jsonl"):
+        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
+        answer = answer or (lambda prompt: json.loads(completion(reply_to_prompt(prompt))))
+        rows = [{"id": "vllm-1", "custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "r", "body": answer(line["body"]["messages"][0]["content"])}, "error": None}
+                for line in lines]
+        self.write(name, "".join(json.dumps(row) + "\n" for row in rows))
+        return lines
+
+    def test_requests_go_out_and_results_come_back_as_files(self):
+        self.items_file(5)
+        code, out, err = self.emit("--param", "temperature=0")
+        self.assertEqual(code, 0, out + err)
+        self.assertIn("3 requests about 5 items in requests.jsonl; let an engine answer them, then `collect RESULTS --ledger runs/ledger.jsonl`", out)
+        lines = self.answered_file(lambda prompt: json.loads(completion("no" if "number 3" in prompt else reply_to_prompt(prompt))))
+        self.assertEqual([(line["method"], line["url"], line["body"]["model"], line["body"]["temperature"]) for line in lines], [("POST", "/v1/chat/completions", "m", 0)] * 3)
+        code, out, err = self.emit()
+        self.assertEqual((code, out), (2, ""))
+        self.assertIn("`collect` them, or --abandon ", err)
+        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
+        self.assertEqual((code, self.statuses()), (0, {"answered": 3, "pending": 2}), out + err)
+        before = self.bytes()
+        for _ in range(2):                          # the same results again are no news
+            self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
+            self.assertEqual(self.rows("runs/ledger.jsonl"), [json.loads(line) for line in before.splitlines() if b'"attempt"' in line[:30]])
+        self.assertEqual(self.emit()[0], 0)
+        [second] = self.answered_file()
+        self.assertEqual(len(asked_in(second["body"]["messages"][0]["content"])), 2)
+        self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
+        self.assertEqual(self.statuses(), {"answered": 5})
+        self.assertIn("nothing to do", self.emit()[1])
+        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, "ok"), (1, "not_json"), (1, "ok"), (2, "ok")])
+
+    def test_results_of_every_dialect_are_read(self):
+        self.items_file(8)
+        self.emit()
+        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
+        bodies = [json.loads(completion(reply_to_prompt(line["body"]["messages"][0]["content"]))) for line in lines]
+        self.write("results.jsonl", "\ufeff" + "".join(json.dumps(row) + "\r\n" for row in (
+            {"custom_id": lines[0]["custom_id"], "response": {"status_code": 200, "body": bodies[0]}},
+            {"custom_id": lines[1]["custom_id"], "response": {"status_code": 404, "request_id": "x", "body": None}, "error": {"error": {"message": "no such model", "code": 404}}},
+            {"custom_id": lines[2]["custom_id"], "response": {"status_code": 500, "body": None}, "error": "boom"},
+            {"custom_id": lines[3]["custom_id"], "response": {"body": bodies[3]}, "error": None})))
+        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
+        self.assertEqual((code, self.statuses()), (0, {"answered": 4, "pending": 4}), out + err)
+        self.assertEqual([row["detail"].partition(";")[0] for row in self.failures()], ["HTTP 404: no such model", "HTTP 500: boom"])
+        self.assertEqual(self.main("collect", "items.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
+        self.assertEqual(self.main("collect", "none.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
+
+    def test_late_results_are_taken_unless_the_items_were_answered_meanwhile(self):
+        self.items_file(4)
+        self.emit()
+        self.answered_file()
+        whole = self.read("results.jsonl").splitlines(True)
+        self.write("part.jsonl", whole[0])
+        self.assertEqual(self.main("collect", "part.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
+        self.assertEqual(self.statuses(), {"answered": 2, "pending": 2})
+        self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
+        self.assertEqual(self.statuses(), {"answered": 4})
+        self.write("items.jsonl", '{"id": 9, "text": "another"}\n')
+        self.emit()
+        self.answered_file()
+        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt, "bad")))
+        code, out, err = self.ask(server, 0, "--labels", "good,bad", "--batch-size", "2")
+        self.assertEqual(code, 2)
+        self.assertIn("`collect` its results", err)
+
+    def test_shards_part_the_items_and_none_is_in_two(self):
+        self.items_file(40)
+        seen = []
+        for part in (1, 2, 3):
+            self.main("--input", "items.jsonl", "--model", "demo", "--shard", "%d/3" % part, "--ledger", "s%d.jsonl" % part)
+            seen.append({name for row in self.rows("s%d.jsonl" % part) for name in row["batch"]})
+            self.assertEqual({int(name, 16) % 3 for name in seen[-1]}, {part - 1})
+            self.assertEqual(self.rows("s%d.jsonl" % part, "run")[0]["shard"], "%d/3" % part)
+        self.assertEqual((len(set().union(*seen)), sum(map(len, seen))), (40, 40))
+        for shard in ("0/3", "4/3", "1", "a/b"):
+            self.assertIn("--shard", self.refused("--input", "items.jsonl", "--model", "demo", "--shard", shard))
 
 
 # ====================================================================================================================
