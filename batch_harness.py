@@ -1158,6 +1158,7 @@ NEEDED: Dict[str, Dict[str, Any]] = {                           # members that r
     "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
                 "run": str, "batch_id": str, "form": str},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
+OUTCOMES = ("applied", "stale_text", "stale_rubric", "missing_row")     # of apply, for each answered item
 LINE_MEMBERS = ("event", "at", "run", "seq", "prev")            # of a row, that belong to its place on the ledger
 REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
     "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
@@ -1165,7 +1166,8 @@ REQUEST: Dict[str, Any] = {                                     # members of a r
 OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
     "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
     "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
-    "arms": list, "size": int, "attempt": int}
+    "arms": list, "size": int, "attempt": int,
+    **dict.fromkeys(OUTCOMES, list)}
 
 
 def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
@@ -1499,11 +1501,35 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
     return History(line.number, line.crc, tuple(damaged), tuple(broken), torn, not line.whole)
 
 
-def settled_places(path: str, state: State) -> Dict[int, int]:
-    """The file position of the row that settled each text, by key_of(digest), for the state's task and arm."""
+def settled_places(paths: Sequence[str], task: Task) -> Dict[int, int]:
+    """Where the row is that settled each text of a task, by key_of(digest): its offset times the number of ledgers,
+    plus the place of its ledger.  HarnessError when two ledgers hold two answers for one text.
+    """
     places: Dict[int, int] = {}
-    replay(path, lambda line: places.update(dict.fromkeys(state.apply(line.row or {}), line.offset)))
+
+    def settled(path: str, state: State) -> Dict[int, int]:
+        mine: Dict[int, int] = {}
+        replay(path, lambda line: mine.update(dict.fromkeys(state.apply(line.row or {}), line.offset)))
+        return mine
+    for number, path in enumerate(paths):
+        for key, offset in settled(path, State(task)).items():
+            place, before = offset * len(paths) + number, places.get(key)
+            if before is not None:
+                with open(paths[before % len(paths)], "rb") as left, open(path, "rb") as right:
+                    old = standing(row_of(left, before // len(paths)), "%032x" % key)
+                    new = standing(row_of(right, offset), "%032x" % key)
+                if old[0] == new[0] == "answered" and _sorted_json(old[1]) != _sorted_json(new[1]):
+                    raise HarnessError("item %s has the answer %s in %s and %s in %s; leave one of them out" % (
+                        ("%032x" % key)[:ID_LENGTH], shown(old[1]), paths[before % len(paths)], shown(new[1]), path))
+                place = before if old[0] == "answered" else place
+            places[key] = place
     return places
+
+
+def row_of(ledger: IO[bytes], offset: int) -> Dict[str, Any]:
+    """The row that begins at this byte."""
+    ledger.seek(offset)
+    return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
 
 
 def standing(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
@@ -3572,9 +3598,9 @@ class Rounds:
             if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and proven:
                 outcome = Reply(None, REJECTED, outcome.detail)
             if isinstance(outcome, Reply):
-                verdict = self._record(job, ask, outcome, name, custom_id)
-                named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in verdict.extra)
-                tally[verdict.code] += len(ask.items)
+                code, extra = self._record(job, ask, outcome, name, custom_id)
+                named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in extra)
+                tally[code] += len(ask.items)
             else:
                 runner.append_failure(ask, outcome, custom_id=custom_id, job=name)
                 tally["no reply"] += len(ask.items)
@@ -3594,8 +3620,8 @@ class Rounds:
                 outcome.detail for outcome in came.outcomes.values() if isinstance(outcome, CallFailed)), STOPPED)
         return True
 
-    def _record(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Verdict:
-        """Judge a reply, and append its row."""
+    def _record(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Tuple[str, Sequence[str]]:
+        """Judge a reply and append its row, as (verdict, the ids that were not asked)."""
         runner, intent = self.runner, job.intent
         verdict = validate(ask.items, reply, runner.task, bool(intent.get("strict")))
         row = attempt_row(ask, reply, verdict, runner.task, {
@@ -3605,7 +3631,7 @@ class Rounds:
         runner.begin(self._header)
         runner.record(row, row_parts(row))
         runner.tally.update(calls=1, replies=1)
-        return verdict
+        return verdict.code, verdict.extra
 
     # ---- patience ----
 
@@ -4622,8 +4648,8 @@ def rebuilt_prompt(row: Mapping[str, Any], run: Mapping[str, Any], texts: Mappin
     return "%s\n%s" % (proof, prompt)
 
 
-def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> Task:
-    """The task whose answers to export; HarnessError names all of them where more than one fits."""
+def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optional[str]) -> Task:
+    """The task whose answers to take; HarnessError names all of them where more than one fits."""
     tasks: Dict[str, Task] = {}
     answered: Counter[str] = collections.Counter()
 
@@ -4634,14 +4660,15 @@ def ledger_task(path: str, stage: Optional[str], fingerprint: Optional[str]) -> 
                 tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
         elif row["event"] == "attempt" and row.get("arm") is None:          # a trial's answers are for comparison
             answered[row["task"]] += len(row.get("answers", ()))
-    replay(path, take)
+    for path in paths:
+        replay(path, take)
     fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
     fitting = [t for t in fitting if answered[t.fingerprint]] or fitting
     if len(fitting) != 1:
         named = ["%s (stage %s, %d answers, %s)" % (name, t.stage, answered[name], shown(t.instruction, 40))
                  for name, t in tasks.items()]
         raise HarnessError("%s task of %s fits; it holds %s: choose with --stage or --fingerprint"
-                           % ("more than one" if fitting else "no", path, ", ".join(named) or "no run"))
+                           % ("more than one" if fitting else "no", ", ".join(paths), ", ".join(named) or "no run"))
     return fitting[0]
 
 
@@ -4649,15 +4676,15 @@ EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "model_string", "rubr
                   "text_sha256", "text")
 
 
-def exported(source: Source, task: Task, path: str, id_length: int) -> Iterator[Dict[str, Any]]:
-    """Every row of the input in its order, with what the ledger holds for its text; `id` is still JSON."""
-    places = settled_places(path, State(task))              # memory holds a file position per item, no row
-    with open(path, "rb") as ledger:
+def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Dict[str, Any]]:
+    """Every row of the input in its order, with what the ledgers hold for its text; `id` is still JSON."""
+    places = settled_places(paths, task)                    # memory holds a file position per item, no row
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(path, "rb")) for path in paths]
 
         @functools.lru_cache(maxsize=1)                     # neighbours in the input often share a batch
-        def row_at(place: int) -> Dict[str, Any]:
-            ledger.seek(place)
-            return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
+        def settling(place: int) -> Dict[str, Any]:
+            return row_of(files[place % len(files)], place // len(files))
         for number, row in enumerate(source.rows(), 1):
             out: Dict[str, Any] = dict.fromkeys(EXPORT_COLUMNS)
             out.update(row=number, id=row.key or "null", status="skipped")
@@ -4667,7 +4694,7 @@ def exported(source: Source, task: Task, path: str, id_length: int) -> Iterator[
                 out.update(status="pending", item=sha[:id_length], text=row.text, rubric_version=task.rubric_version,
                            text_sha256=hashlib.sha256(row.text.encode("utf-8")).hexdigest())
                 if place is not None:
-                    settled = row_at(place)
+                    settled = settling(place)
                     out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")})
                     out["status"], out["answer"] = standing(settled, sha)
             yield out
@@ -4739,6 +4766,409 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
 
 
 # ====================================================================================================================
+# AUDIT AND APPLY.  What a ledger can prove, checked line by line; and the one place where an answer changes a database,
+# after it was derived from its reply once more.  Apply writes label columns, deletes nothing and decides nothing.
+# ====================================================================================================================
+
+class Numbers:
+    """The items of one run, job or task, each counted once."""
+
+    def __init__(self) -> None:
+        self.submitted: Set[int] = set()
+        self.returned: Set[int] = set()
+        self.accepted: Set[int] = set()
+        self.quarantined: Set[int] = set()
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Count the items of an attempt or failure row, or of a job's request."""
+        items = {int(name[:ID_LENGTH], 16) for name in row["batch"]}
+        self.submitted |= items
+        if row.get("event") == "attempt":
+            self.returned |= items
+            if row["verdict"] == "ok":
+                self.accepted |= items
+                self.quarantined -= items
+            elif "quarantined" in row:
+                self.quarantined |= items - self.accepted
+
+    def words(self) -> str:
+        """As a sum, with what has come back and is not settled yet."""
+        unfinished = len(self.returned) - len(self.accepted) - len(self.quarantined)
+        return "submitted %d >= returned %d = accepted %d + quarantined %d%s" % (
+            len(self.submitted), len(self.returned), len(self.accepted), len(self.quarantined),
+            " + unfinished %d" % unfinished if unfinished else "")
+
+
+class Auditor:
+    """Checks the rows of one ledger as they go by, and gathers its numbers."""
+
+    def __init__(self, path: str, texts: Mapping[str, Item]) -> None:
+        self.path, self.faults = path, []  # type: str, List[str]
+        self.checked: Counter[str] = collections.Counter()
+        self.tasks: Dict[str, Optional[Task]] = {}                  # by run; None where it cannot be read
+        self.frozen: Dict[str, Dict[str, int]] = {}                 # task -> digest of an input -> its items
+        self.numbers: Dict[Tuple[str, str], Numbers] = collections.defaultdict(Numbers)     # (kind, name) -> its items
+        self.answers: Dict[Tuple[str, Any, str], str] = {}          # (task, arm, digest) -> what was accepted
+        self.requests: Dict[str, Any] = {}                          # custom id -> its request
+        self.open: Set[str] = set()                                 # keys of jobs that are not collected
+        self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
+        self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
+
+    def take(self, line: Line) -> None:
+        """Check one line."""
+        row = line.row or {}
+
+        def fault(words: str) -> None:
+            self.faults.append("%s:%d: %s" % (self.path, line.number, words))
+        if row["event"] == "run":
+            self._run(row, fault)
+        elif row["event"] == "attempt":
+            self._attempt(row, fault)
+        elif row["event"] == "failure" and "batch" in row:
+            self._count(row)
+        elif row["event"] == "job":
+            self._job(row)
+        elif row["event"] == "apply":
+            self.applied.update({(row["target"], name): word for word in OUTCOMES for name in row.get(word, [])})
+        if row["event"] != "attempt" and "answers" in row:
+            fault("a row of kind %s holds answers" % shown(row["event"]))
+
+    def _run(self, row: Mapping[str, Any], fault: Callable[[str], None]) -> None:
+        task: Optional[Task] = None
+        try:
+            task = load_task(row["task"], row["form"])
+        except HarnessError as error:
+            fault("the task of run %s cannot be read: %s" % (row["run"], error))
+        if task is not None and task.fingerprint != row["fingerprint"]:
+            fault("the task of run %s has the fingerprint %s, not %s" % (
+                row["run"], task.fingerprint, row["fingerprint"]))
+        self.tasks[row["run"]] = task
+        if type(row.get("items")) is int:
+            self.frozen.setdefault(row["fingerprint"], {})[str(row.get("digest"))] = row["items"]
+
+    def _attempt(self, row: Mapping[str, Any], fault: Callable[[str], None]) -> None:
+        self._count(row)
+        task = self.tasks.get(row["run"])
+        if row["run"] not in self.tasks:
+            fault("no run row %s stands before it" % shown(row["run"]))
+        elif task is not None and (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
+            fault("it is of another task than its run (%s)" % row["task"])
+        elif task is not None and row["verdict"] == "ok":
+            self._accepted(row, task, fault)
+        name = row.get("custom_id")
+        if name is not None:
+            if name not in self.requests or self.requests[name]["batch"] != row["batch"]:
+                fault("no job asked about these items under the custom id %s" % name)
+            elif name in self._seen:
+                fault("the custom id %s stands on a second row" % name)
+            self._seen.add(name)
+
+    def _accepted(self, row: Mapping[str, Any], task: Task, fault: Callable[[str], None]) -> None:
+        """An accepted row: derived from its reply, at most once, by the prompt that its texts give."""
+        proof = rederived(row, task)
+        self.checked["derived"] += len(row["batch"])
+        if proof.code != "ok":
+            fault("accepted, and its reply is %s (%s)" % (proof.code, proof.detail))
+        for name, sha in zip(row["batch"], row["text_sha"]):
+            answer = _sorted_json(row["answers"][name])
+            if proof.code == "ok" and _sorted_json(proof.answers[name]) != answer:
+                fault("item %s: the answer %s is not that of its reply, %s" % (
+                    name, shown(row["answers"][name]), shown(proof.answers[name])))
+            place = (row["task"], row.get("arm"), sha)
+            if place in self.answers:
+                fault("item %s was accepted before" % name)
+            self.answers.setdefault(place, text_digest(answer)[:16])
+        if all(name in self._texts for name in row["batch"]):
+            self.checked["prompts"] += 1
+            prompt = build_prompt([self._texts[name] for name in row["batch"]], task)
+            if prompt_digest(prompt) != row.get("prompt_sha"):
+                fault("its prompt, rebuilt from task and texts, is another")
+
+    def _job(self, row: Mapping[str, Any]) -> None:
+        if "requests" in row:
+            self.requests.update(row["requests"])
+            self.open.add(row["key"])
+            for request in row["requests"].values():
+                self.numbers["task", row["task"]].take(request)
+        elif row["step"] in ("collected", "abandoned"):
+            self.open.discard(row["key"])
+
+    def _count(self, row: Mapping[str, Any]) -> None:
+        kinds = [("run", row.get("run")), ("job", row.get("job"))]
+        kinds += [("task" if row.get("arm") is None else "arm %s of task" % row["arm"], row.get("task"))]
+        for kind, name in kinds:
+            if isinstance(name, str) and all(re.match("[0-9a-f]{12}", item) for item in row["batch"]):
+                self.numbers[kind, name].take(row)
+
+    def settle(self, history: History) -> None:
+        """What shows only when all is read."""
+        self.faults += ["%s:%d: the line is damaged" % (self.path, number) for number in history.damaged]
+        self.faults += ["%s:%d: it does not follow the line before (edited, removed or repeated)" % (self.path, number)
+                        for number in history.broken]
+        for (kind, name), numbers in self.numbers.items():
+            frozen = sum(self.frozen.get(name, {}).values())
+            if kind == "task" and len(numbers.submitted) > frozen:
+                self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
+                    self.path, name, len(numbers.submitted), frozen))
+
+    def lines(self) -> Iterator[str]:
+        """The numbers, in words."""
+        for (kind, name), numbers in sorted(self.numbers.items()):
+            frozen = "frozen %d >= " % sum(self.frozen.get(name, {}).values()) if kind == "task" else ""
+            yield "%s: %s %s: %s%s" % (self.path, kind, name, frozen, numbers.words())
+        for key in sorted(self.open):
+            yield "%s: the job of key %s is not collected" % (self.path, key)
+        for target in sorted({target for target, _ in self.applied}):
+            tally = collections.Counter(word for (where, _), word in self.applied.items() if where == target)
+            yield "%s: %s: applied %d + stale %d + missing %d" % (
+                self.path, target, tally["applied"], tally["stale_text"] + tally["stale_rubric"], tally["missing_row"])
+
+
+def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Check every line of ledgers against the invariants, and print the numbers that must add up."""
+    texts: Dict[str, Item] = {}
+    if options.input is not None:
+        with contextlib.closing(Source(input_spec(options))) as source:
+            for row in source.rows():
+                if row.error is None:
+                    item = Item(row.text, row.key, options.id_length)
+                    texts[item.id] = item
+    answers: Dict[Tuple[str, Any, str], Tuple[str, str]] = {}
+    faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
+    for path in each_once(options.ledger or [LEDGER]):
+        auditor = Auditor(path, texts)
+        auditor.settle(replay(path, auditor.take))
+        faults += auditor.faults
+        checked += auditor.checked
+        for place, answer in auditor.answers.items():
+            other, before = answers.setdefault(place, (path, answer))
+            if before != answer and place[1] is None:
+                faults.append("item %s has another answer in %s than in %s" % (place[2][:ID_LENGTH], path, other))
+        for words in auditor.lines():
+            out(words)
+    for words in faults[:1000]:
+        out(words)
+    out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
+        checked["derived"], checked["prompts"], len(faults)))
+    out("not to be seen on a ledger: that a rerun makes no call, and that the endpoint named its model truly%s" % (
+        "" if texts else "; without --input: that ids and prompts are those of the texts"))
+    return QUARANTINED_LEFT if faults else DONE
+
+
+CHUNK = 1000                                                            # rows of one transaction
+
+
+class Decided(NamedTuple):
+    """An answer to be applied."""
+
+    name: str                           # the item's id
+    values: Tuple[Any, ...]             # of the columns to set, as SQLite takes them
+    mark: str                           # run and batch that decided
+    source: Optional[str]               # the caller's key of the first row with the text
+
+
+class Table:
+    """A table of an SQLite file, and the columns of it that matter here.  HarnessError where it has none such."""
+
+    def __init__(self, options: argparse.Namespace, task: Task) -> None:
+        import sqlite3
+        import urllib.parse
+        self.text, self.key, self.rubric = options.text_field or "text", options.id_field or "id", options.rubric_column
+        self.batch, self.version, self.name = options.batch_column, task.rubric_version, options.table
+        self.fields = dict(options.set or [(name, name) for name in task.fields])      # column -> field
+        unknown = sorted(set(self.fields.values()) - set(task.fields))
+        if unknown:
+            raise HarnessError("--set: the task has no field %s; it has %s" % (
+                ", ".join(unknown), ", ".join(task.fields)))
+        if (self.version is None) is not (self.rubric is None):
+            raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
+                "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
+        path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
+        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True, timeout=30,
+                                    isolation_level=None)
+        self.base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+        kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
+        if kinds.get(self.name) != "table":
+            raise HarnessError("%s has no table %s%s; it has %s" % (
+                options.database, self.name, ", that is a view" if self.name in kinds else "",
+                ", ".join(name for name, kind in kinds.items() if kind == "table") or "none"))
+        columns = [row[1] for row in self.base.execute("PRAGMA table_info(%s)" % quoted(self.name))]
+        wanted = [self.text, self.key, self.batch, *self.fields, *([self.rubric] if self.rubric else [])]
+        absent = [name for name in wanted if name not in columns]
+        if absent or len(set(wanted)) < len(wanted):
+            raise HarnessError("table %s has no column %s, or one has two uses; it has %s: map with --text-field, "
+                               "--id-field, --batch-column, --rubric-column, --set COLUMN=FIELD" % (
+                                   self.name, ", ".join(absent) or "of its own for each", ", ".join(columns)))
+        self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in columns), "")
+        try:
+            self.base.execute("SELECT %s FROM %s LIMIT 1" % (self.row, quoted(self.name)))
+        except sqlite3.Error:
+            raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
+
+    def chunk(self, after: int) -> List[Tuple[Any, ...]]:
+        """The next rows, as (rowid, text, key, rubric, batch, values...)."""
+        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
+        return self.base.execute("SELECT %s FROM %s WHERE %s > ? ORDER BY %s LIMIT %d" % (
+            ", ".join(columns), quoted(self.name), self.row, self.row, CHUNK), (after,)).fetchall()
+
+    def update(self, row: int, text: str, decided: Decided) -> bool:
+        """Write one decision, where the row's text and rubric still allow it; whether they did."""
+        sets, values = [*self.fields, self.batch], [*decided.values, decided.mark]
+        where, bounds = "%s = ? AND %s IS ?" % (self.row, quoted(self.text)), [row, text]
+        if self.rubric is not None:
+            sets, values = [*sets, self.rubric], [*values, self.version]
+            where += " AND coalesce(%s, ?) <= ?" % quoted(self.rubric)
+            bounds += [self.version, self.version]
+        done = self.base.execute("UPDATE %s SET %s WHERE %s" % (
+            quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), where), [*values, *bounds])
+        return done.rowcount == 1
+
+
+def quoted(name: str) -> str:
+    """A name as SQL writes it."""
+    return '"%s"' % name.replace('"', '""')
+
+
+def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, Decided]:
+    """Every answer that stands for a task, by the 32 digits of its text, each derived from its reply again."""
+    found: Dict[str, Decided] = {}
+    state = State(task)
+
+    def take(line: Line) -> None:
+        row = line.row or {}
+        settled = set(state.apply(row))
+        if row["event"] == "attempt" and row["verdict"] == "ok" and settled:
+            proof = rederived(row, task)
+            if proof.code != "ok" or proof.answers != row["answers"]:
+                raise HarnessError("%s:%d: its answers are not those of its reply; nothing was applied, see `audit`" % (
+                    path, line.number))
+            sources = row.get("sources") or [None] * len(row["batch"])
+            for sha, name, source in zip(row["text_sha"], row["batch"], sources):
+                if key_of(sha) in settled:
+                    _, answer = standing(row, sha)
+                    fields = {"answer": answer} if task.bare else answer
+                    values = tuple(as_cell(fields[field], name) for field in columns.values())
+                    found[sha] = Decided(name, values, "%s/%s" % (row["run"], row["batch_id"]),
+                                         None if source is None else str(source))
+    replay(path, take)
+    return found
+
+
+def as_cell(value: Any, name: str) -> Any:
+    """A value as SQLite holds it: lists and objects as JSON.  HarnessError: an integer beyond 64 bits."""
+    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
+        raise HarnessError("item %s: the answer %s has more than 64 bits; nothing was applied, export it as text" % (
+            name, shown(value)))
+    return encode(value) if isinstance(value, (list, dict)) else value
+
+
+class Applier:
+    """Walks a table in transactions, and finds for each answered item what came of it."""
+
+    def __init__(self, table: Table, found: Mapping[str, Decided], limit: Optional[int], dry: bool) -> None:
+        self.table, self.found, self._left, self._dry = table, found, math.inf if limit is None else limit, dry
+        self._by_source = {decided.source: sha for sha, decided in found.items() if decided.source is not None}
+        self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
+        self.written = 0                                # rows
+        self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
+
+    def chunk(self, after: int) -> Optional[int]:
+        """Decide the next rows, in one transaction; the last of them, or None where there is none."""
+        base = self.table.base
+        base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
+        try:
+            rows = self.table.chunk(after)
+            for row in rows:
+                self._row(row[0], row[1], row[2], row[3], row[4], row[5:])
+            base.execute("COMMIT")
+        except BaseException:
+            if base.in_transaction:
+                base.execute("ROLLBACK")
+            raise
+        return rows[-1][0] if rows else None
+
+    def _row(self, row: int, text: Any, key: Any, rubric: Any, batch: Any, values: Tuple[Any, ...]) -> None:
+        sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
+        decided, version = self.found.get(sha), self.table.version
+        if decided is None:
+            known = self._by_source.get(str(key))
+            if known is not None:
+                self._note(known, "stale_text")
+        elif batch == decided.mark and not any(
+                now is None and value is not None for now, value in zip(values, decided.values)):
+            self._note(sha, "applied")                  # before; what a person changed since stays as it is
+        elif version is not None and rubric is not None and not (type(rubric) is int and rubric <= version):
+            self._note(sha, "stale_rubric")
+        elif not self._left:
+            self.left_out.add(sha)
+        elif self._dry or self.table.update(row, text, decided):
+            self._left -= 1
+            self.written += 1
+            self._note(sha, "applied")
+        else:
+            self._note(sha, "stale_text")
+
+    def _note(self, sha: str, outcome: str) -> None:
+        before = self.outcomes.get(sha, outcome)
+        self.outcomes[sha] = min(before, outcome, key=OUTCOMES.index)
+
+
+def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Write the answers of a ledger into a table, where each row still is what was asked about."""
+    import sqlite3
+    check_twice("--set", options.set)
+    task = ledger_task([options.ledger], options.stage, options.fingerprint)
+    target = "%s, table %s" % (os.path.abspath(options.database), options.table)
+    with contextlib.ExitStack() as stack:
+        ledger = None if options.dry_run else stack.enter_context(contextlib.closing(Ledger(options.ledger)))
+        known: Dict[str, str] = {}                      # item -> its last outcome on the ledger
+
+        def take(row: Mapping[str, Any]) -> None:
+            if row["event"] == "apply" and (row["task"], row["target"]) == (task.fingerprint, target):
+                known.update({name: word for word in OUTCOMES for name in row.get(word, [])})
+        if ledger is not None:
+            ledger.replay(take)
+        try:
+            table = Table(options, task)
+        except sqlite3.Error as error:
+            raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
+        stack.callback(table.base.close)
+        applier = Applier(table, decisions(options.ledger, task, table.fields), options.limit, options.dry_run)
+        after: Optional[int] = -(1 << 63)
+        try:
+            while after is not None:
+                after = applier.chunk(after)
+                if ledger is not None:
+                    note_outcomes(ledger, applier, known, task, target, after is None)
+        except sqlite3.Error as error:
+            say("batch_harness: %s: %s; what was committed stands, the same command goes on" % (
+                options.database, error))
+            return STOPPED
+    say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
+    out("%d answered items: %s%s" % (
+        len(applier.found), counts(collections.Counter(applier.outcomes.values())),
+        "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
+    return DONE
+
+
+def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
+    """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
+    if last:
+        gone = applier.found.keys() - applier.outcomes.keys() - applier.left_out
+        applier.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
+    news: Dict[str, List[str]] = collections.defaultdict(list)
+    for sha, outcome in applier.outcomes.items():
+        name = applier.found[sha].name
+        if known.get(name) != outcome and (last or outcome == "applied"):
+            known[name] = outcome
+            news[outcome].append(name)
+    if news:
+        ledger.append(row_parts({"event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint,
+                                 "target": target, **news}))
+        ledger.sync()
+
+
+# ====================================================================================================================
 # COMMAND LINE.  Checks what a person typed, before any call; turns every error into one line and an exit code.
 # ====================================================================================================================
 
@@ -4799,16 +5229,19 @@ def parser() -> Parser:
     collect = commands.add_parser("collect", help="take in that engine's results", allow_abbrev=False)
     explain = commands.add_parser("explain", help="all that the ledger holds about one item", allow_abbrev=False)
     report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
+    audit = commands.add_parser("audit", help="check every line of a ledger, and the numbers", allow_abbrev=False)
+    apply_ = commands.add_parser("apply", help="write answers into a table of SQLite", allow_abbrev=False)
     export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
-    report_.add_argument("--ledger", nargs="+", action="extend", metavar="FILE",
-                         help="one or several (default %s)" % LEDGER)
+    for command in (report_, export_, audit):
+        command.add_argument("--ledger", nargs="+", action="extend", metavar="FILE",
+                             help="one or several (default %s)" % LEDGER)
     report_.add_argument("--max-failure", type=SHARE, default=0.05, metavar="P", help="of first passes (default 0.05)")
     report_.add_argument("--margin", type=SHARE, default=0.02, metavar="P",
                          help="of answers that may differ beyond the floor (default 0.02)")
     report_.add_argument("--html", metavar="FILE", help="also as one page, with the first texts and answers (--input)")
     report_.add_argument("--gold-field", metavar="NAME", help="field of the input that holds the right answer")
     report_.add_argument("--fail-unless-safe", type=POSITIVE, metavar="K", help="exit 1 unless size K is safe")
-    for command in (run, trial, emit, collect, explain, export_):
+    for command in (run, trial, emit, collect, explain, apply_):
         command.add_argument("--ledger", default=LEDGER, metavar="FILE", help="default %(default)s")
     for command in (run, trial, emit):
         add = _add_input(command)
@@ -4816,6 +5249,8 @@ def parser() -> Parser:
     _add_input(export_)
     _add_input(explain, required=False)
     _add_input(report_, required=False)
+    _add_input(audit, required=False)
+    _add_apply(apply_)
     explain.add_argument("id", metavar="ID", help="an id, the beginning of one, or your own key of its first row")
     _add_run(run)
     _add_run(emit)
@@ -4845,8 +5280,9 @@ def parser() -> Parser:
     report_.add_argument("--json", action="store_true", help="as data")
     export_.add_argument("--output", default="-", metavar="FILE", help=".csv for CSV, else JSONL (default stdout)")
     export_.add_argument("--raw-csv", action="store_true", help="leave cells that a spreadsheet would run as they are")
-    export_.add_argument("--stage", metavar="NAME", help="whose answers, where the ledger holds several tasks")
-    export_.add_argument("--fingerprint", metavar="HEX", help="whose answers, by the task's fingerprint")
+    for command in (export_, apply_):
+        command.add_argument("--stage", metavar="NAME", help="whose answers, where the ledger holds several tasks")
+        command.add_argument("--fingerprint", metavar="HEX", help="whose answers, by the task's fingerprint")
     return top
 
 
@@ -4892,6 +5328,20 @@ def _add_run(command: Parser) -> Callable[..., Any]:
     add("--deadline", type=SECONDS, metavar="DURATION", help="begin no call after this time")
     add("--dry-run", action="store_true", help="show the first prompt and the counts; call nothing")
     return add
+
+
+def _add_apply(command: Parser) -> None:
+    add = command.add_argument
+    add("--database", required=True, metavar="FILE", help="of SQLite")
+    add("--table", required=True, metavar="NAME")
+    add("--text-field", metavar="COLUMN", help="that holds the text (default text)")
+    add("--id-field", metavar="COLUMN", help="that holds your own key (default id)")
+    add("--batch-column", required=True, metavar="COLUMN", help="takes RUN/BATCH, which decided")
+    add("--rubric-column", metavar="COLUMN", help="holds the rubric version that decided last, and takes the new one")
+    add("--set", type=checked("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair), action="append", default=[],
+        metavar="COLUMN=FIELD", help="which column takes which field (default: those of the same name)")
+    add("--limit", type=POSITIVE, metavar="N", help="write at most N rows now")
+    add("--dry-run", action="store_true", help="write nothing; say what would be written")
 
 
 def input_spec(options: argparse.Namespace) -> InputSpec:
@@ -5177,19 +5627,20 @@ def export_words(options: argparse.Namespace, fingerprint: Optional[str]) -> str
 
 def command_export(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     """Join the answers to the input, in its order."""
-    if os.path.realpath(options.output) in map(os.path.realpath, (options.input, options.ledger)):
+    ledgers = each_once(options.ledger or [LEDGER])
+    if os.path.realpath(options.output) in map(os.path.realpath, (options.input, *ledgers)):
         raise HarnessError("--output names the input or the ledger; name another file")
-    task = ledger_task(options.ledger, options.stage, options.fingerprint)
+    task = ledger_task(ledgers, options.stage, options.fingerprint)
     tally: Counter[str] = collections.Counter()
     with contextlib.closing(Source(input_spec(options))) as source:
         if not options.skip_bad:
             collections.deque(good_rows(source.rows(), source.name, False), maxlen=0)       # refuses bad rows
-        rows = exported(source, task, options.ledger, options.id_length)
+        rows = exported(source, task, ledgers, options.id_length)
         export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
     target = "standard output" if options.output == "-" else options.output
     say("%d rows to %s: %s" % (sum(tally.values()), target, counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
-        say("no text of this input has an answer on %s; check --ledger, --input and --text-field" % options.ledger)
+        say("no text of this input has an answer on %s; check --ledger, --input and --text-field" % ", ".join(ledgers))
     return DONE
 
 
@@ -5207,7 +5658,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         options = parser().parse_args(words)
         command = {"report": command_report, "explain": command_explain, "export": command_export,
-                   "collect": command_collect}.get(
+                   "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(
             options.command, command_run)
         code = command(options, say, out)
         if out.full:

@@ -33,6 +33,7 @@ import threading
 import time
 import types
 import unittest
+import zlib
 from unittest import mock
 
 import batch_harness as bh
@@ -4146,6 +4147,275 @@ class Reports(EndpointCase):
             self.assertEqual(run.returncode, 0, err)
             if words[0] == "export":
                 self.assertEqual(out.decode("utf-8"), self.main(*words)[1])
+
+
+# ====================================================================================================================
+# AUDIT AND APPLY
+# ====================================================================================================================
+
+class AuditAndApply(EndpointCase):
+    def run_(self, count=6, *more, ledger="l.jsonl"):
+        self.items_file(count)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "demo:drop=0.2", "--labels", "good,bad", "--batch-size", "2", "--ledger", ledger, *more)
+        self.assertIn(code, (0, 1), err)
+
+    def audit(self, *words):
+        code, out, err = self.main("audit", *words)
+        self.assertEqual(err, "")
+        return code, out
+
+    def edited(self, place, change, chain=True):
+        """The ledger with one row changed; `chain` mends what shows the change."""
+        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
+        change(rows[place])
+        lines, crc = [], 0
+        for number, row in enumerate(rows, 1):
+            if chain:
+                row.update(seq=number, prev="%08x" % crc)
+            lines.append(json.dumps(row, ensure_ascii=False).encode())
+            crc = zlib.crc32(lines[-1])
+        self.write("e.jsonl", b"\n".join([*lines, b""]))
+
+    def test_an_honest_ledger_holds_and_its_numbers_add_up(self):
+        self.run_(20)
+        code, out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out)
+        self.assertRegex(out, r"task [0-9a-f]{12}: frozen 20 >= submitted 20 >= returned 20 = accepted 20 \+ quarantined 0")
+        self.assertRegex(out, r"run [0-9a-f]{12}: submitted 20 >= returned 20 = accepted 20")
+        rows = [row for row in self.rows("l.jsonl") if row["verdict"] == "ok"]
+        self.assertIn("20 answers derived from their replies again, %d prompts rebuilt; 0 things do not hold" % len(rows), out)
+        self.assertIn("without --input: that ids and prompts are those of the texts", self.audit("--ledger", "l.jsonl")[1])
+        self.items_file(4)
+        self.main("trial", "--input", "items.jsonl", "--model", "demo", "--ledger", "l.jsonl")
+        self.assertEqual(self.audit("--ledger", "l.jsonl")[0], 0)
+
+    def test_what_does_not_hold_is_named_by_line(self):
+        self.run_(8)
+        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
+        place = next(n for n, row in enumerate(rows) if row.get("verdict") == "ok")
+        name = rows[place]["batch"][0]
+        other = {"good": "bad", "bad": "good"}[rows[place]["answers"][name]]
+        for change, said in ((lambda row: row["answers"].update({name: other}), "item %s: the answer \"%s\" is not that of its reply" % (name, other)),
+                             (lambda row: row.update(reply="[]"), "accepted, and its reply is set_mismatch"),
+                             (lambda row: row.pop("reply"), "accepted, and its reply is empty_reply"),
+                             (lambda row: row.update(task="0123456789ab"), "it is of another task than its run (0123456789ab)"),
+                             (lambda row: row.update(run="elsewhere"), 'no run row "elsewhere" stands before it'),
+                             (lambda row: row.update(custom_id="x-1"), "no job asked about these items under the custom id x-1"),
+                             (lambda row: row.update(prompt_sha="0" * 32), "its prompt, rebuilt from task and texts, is another")):
+            self.edited(place, change)
+            code, out = self.audit("--ledger", "e.jsonl", "--input", "items.jsonl")
+            self.assertEqual(code, 1, said)
+            self.assertIn("e.jsonl:%d: %s" % (place + 1, said), out)
+        self.edited(0, lambda row: row["task"].update(instruction="Another."))
+        self.assertIn("e.jsonl:1: the task of run ", self.audit("--ledger", "e.jsonl")[1])
+        self.edited(0, lambda row: row.update(items=3))
+        self.assertIn("8 items submitted, and 3 were frozen", self.audit("--ledger", "e.jsonl")[1])
+        self.edited(place, lambda row: row.update(ms=98765), chain=False)
+        self.assertIn("e.jsonl:%d: it does not follow the line before" % (place + 2), self.audit("--ledger", "e.jsonl")[1])
+        lines = self.bytes("l.jsonl").split(b"\n")
+        for kept, said in ((lines[:place] + lines[place + 1:], "%d: it does not follow" % (place + 1)), (lines[:place] + [b"junk"] + lines[place:], "%d: the line is damaged" % (place + 1))):
+            self.write("e.jsonl", b"\n".join(kept))
+            code, out = self.audit("--ledger", "e.jsonl")
+            self.assertEqual(code, 1)
+            self.assertIn(said, out)
+        self.write("e.jsonl", b"\n".join(lines[:-1] + [lines[place], b""]))
+        self.assertIn("item %s was accepted before" % name, self.audit("--ledger", "e.jsonl")[1])
+
+    def test_ledgers_of_shards_are_taken_as_one(self):
+        self.items_file(30)
+        for part in (1, 2):
+            self.main("--input", "items.jsonl", "--model", "demo", "--shard", "%d/2" % part, "--ledger", "s%d.jsonl" % part)
+        code, out, err = self.main("export", "--input", "items.jsonl", "--ledger", "s1.jsonl", "s2.jsonl", "--output", "all.jsonl")
+        self.assertEqual(code, 0, err)
+        self.assertIn("30 rows to all.jsonl: answered 30", err)
+        self.main("--input", "items.jsonl", "--model", "demo", "--ledger", "one.jsonl")
+        self.main("export", "--input", "items.jsonl", "--ledger", "one.jsonl", "--output", "one-answers.jsonl")
+        answers = [[json.loads(line)["answer"] for line in self.bytes(path).splitlines()] for path in ("all.jsonl", "one-answers.jsonl")]
+        self.assertEqual(answers[0], answers[1])
+        self.assertEqual(self.audit("--ledger", "s1.jsonl", "s2.jsonl", "--input", "items.jsonl")[0], 0)
+        self.assertEqual(self.main("export", "--input", "items.jsonl", "--ledger", "s1.jsonl", "s2.jsonl", "one.jsonl")[0], 0)
+
+    def test_two_different_answers_for_one_item_are_refused_and_both_named(self):
+        self.items_file(3)
+        for ledger, answer in (("a.jsonl", "good"), ("b.jsonl", "bad"), ("c.jsonl", "")):
+            server = self.serve(lambda prompt, n, answer=answer: completion(reply_to_prompt(prompt, answer)))
+            self.ask(server, 0, "--labels", "good,bad", "--ledger", ledger)
+        code, out, err = self.main("export", "--input", "items.jsonl", "--ledger", "a.jsonl", "b.jsonl")
+        self.assertEqual((code, out), (2, ""))
+        self.assertRegex(err, 'item [0-9a-f]{12} has the answer "good" in a.jsonl and "bad" in b.jsonl; ')
+        code, out = self.audit("--ledger", "a.jsonl", "b.jsonl")
+        self.assertEqual((code, out.count("has another answer in b.jsonl than in a.jsonl")), (1, 3))
+        for ledgers in (["a.jsonl", "c.jsonl"], ["c.jsonl", "a.jsonl"]):            # there they are quarantined
+            rows = [json.loads(line) for line in self.main("export", "--input", "items.jsonl", "--ledger", *ledgers)[1].splitlines()]
+            self.assertEqual({(row["status"], row["answer"]) for row in rows}, {("answered", "good")})
+
+    def table(self, count=6, columns="", rubric="NULL", name="posts"):
+        with contextlib.closing(sqlite3.connect("posts.db")) as base:
+            base.execute("CREATE TABLE %s (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT, rubric INTEGER%s)" % (name, columns))
+            base.executemany("INSERT INTO %s (id, text, rubric) VALUES (?, ?, %s)" % (name, rubric), [(n, "text number %d" % n) for n in range(count)])
+            base.commit()
+
+    def sql(self, words, *values):
+        with contextlib.closing(sqlite3.connect("posts.db")) as base:
+            found = base.execute(words, values).fetchall()
+            base.commit()
+            return found
+
+    APPLY = ("apply", "--ledger", "l.jsonl", "--database", "posts.db", "--table", "posts", "--batch-column", "decided")
+
+    def answers(self):
+        return dict(self.sql("SELECT id, answer FROM posts"))
+
+    def ledgered(self):
+        found = {}
+        for row in self.rows("l.jsonl", "apply"):
+            found.update({name: word for word in bh.OUTCOMES for name in row.get(word, [])})
+        return collections.Counter(found.values())
+
+    def test_answers_go_into_the_rows_they_are_about(self):
+        self.run_()
+        self.table()
+        expected = {int(row["sources"][k]): row["answers"][name] for row in self.rows("l.jsonl") if row["verdict"] == "ok" for k, name in enumerate(row["batch"])}
+        code, out, err = self.main(*self.APPLY, "--dry-run")
+        self.assertEqual((code, set(self.answers().values())), (0, {None}), err)
+        self.assertIn("6 rows would be written to", err)
+        before = self.bytes("l.jsonl")
+        code, out, err = self.main(*self.APPLY)
+        self.assertEqual((code, self.answers()), (0, expected), err)
+        self.assertIn("6 answered items: applied 6", out)
+        self.assertEqual(self.ledgered(), {"applied": 6})
+        marks = {mark for mark, in self.sql("SELECT decided FROM posts")}
+        self.assertEqual(marks, {"%s/%s" % (row["run"], row["batch_id"]) for row in self.rows("l.jsonl") if row["verdict"] == "ok"})
+        self.assertGreater(self.bytes("l.jsonl"), before)
+        before = self.bytes("l.jsonl")
+        self.assertIn("0 rows written", self.main(*self.APPLY)[2])
+        self.assertEqual(self.bytes("l.jsonl"), before)
+        self.sql("UPDATE posts SET answer = 'by hand' WHERE id = 2")            # what a person changed since stays
+        self.main(*self.APPLY)
+        self.assertEqual(self.answers()[2], "by hand")
+        self.assertIn("applied 6 + stale 0 + missing 0", self.audit("--ledger", "l.jsonl")[1])
+
+    def test_rows_that_changed_or_went_are_left_alone_and_recorded(self):
+        self.run_()
+        self.table()
+        self.sql("UPDATE posts SET text = text || '!' WHERE id = 1")
+        self.sql("UPDATE posts SET text = NULL WHERE id = 2")
+        self.sql("DELETE FROM posts WHERE id = 3")
+        self.sql("INSERT INTO posts (id, text) VALUES (40, '  text number 4 ')")
+        self.assertEqual(self.main(*self.APPLY)[0], 0)
+        self.assertEqual([self.answers()[n] for n in (1, 2)], [None, None])
+        self.assertEqual(self.answers()[40], self.answers()[4])
+        self.assertEqual(self.ledgered(), {"applied": 3, "stale_text": 2, "missing_row": 1})
+        self.assertIn("applied 3 + stale 2 + missing 1", self.audit("--ledger", "l.jsonl")[1])
+
+    def with_rubric(self, version=3):
+        self.items_file(6)
+        self.write("task.json", json.dumps({"instruction": "Judge.", "rubric_version": version, "fields": {"answer": {"enum": ["good", "bad"]}}}))
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--ledger", "l.jsonl")[0], 0)
+
+    def test_a_newer_rubric_wins(self):
+        self.with_rubric()
+        self.table()
+        for n, rubric in enumerate((2, 3, 4, None, "3", 2.5)):
+            self.sql("UPDATE posts SET rubric = ? WHERE id = ?", rubric, n)
+        self.sql("UPDATE posts SET rubric = 'x' WHERE id = 4")
+        self.assertIn("--rubric-column is missing", self.main(*self.APPLY)[2])
+        self.assertEqual(self.main(*self.APPLY, "--rubric-column", "rubric")[0], 0)
+        self.assertEqual([n for n, answer in self.answers().items() if answer is None], [2, 4, 5])
+        self.assertEqual(self.ledgered(), {"applied": 3, "stale_rubric": 3})
+        self.assertEqual(self.sql("SELECT rubric FROM posts WHERE id < 4"), [(3,), (3,), (4,), (3,)])
+
+    def test_a_process_that_moves_the_rubric_between_reading_and_writing_wins(self):
+        self.with_rubric()
+        self.table(6)
+        real, moved = bh.Table.chunk, []
+
+        def chunk(table, after):
+            rows = real(table, after)
+            if not moved:
+                other = sqlite3.connect("posts.db", timeout=0)
+                with self.assertRaises(sqlite3.OperationalError):                   # locked: it comes before or after, never between
+                    other.execute("UPDATE posts SET rubric = 9 WHERE id = 1")
+                other.close()
+                moved.append(1)
+            return rows
+        self.sql("UPDATE posts SET rubric = 9 WHERE id = 0")
+        with mock.patch.object(bh.Table, "chunk", chunk):
+            self.assertEqual(self.main(*self.APPLY, "--rubric-column", "rubric")[0], 0)
+        self.assertEqual([n for n, answer in self.answers().items() if answer is None], [0])
+        text = bh.Table.update
+        self.assertTrue(moved and text)
+
+    def test_a_canary_and_then_the_rest_without_repeating_it(self):
+        self.run_()
+        self.table()
+        with mock.patch.object(bh, "CHUNK", 2):
+            for written, known in ((2, {"applied": 2}), (4, {"applied": 4}), (6, {"applied": 6}), (6, {"applied": 6})):
+                code, out, err = self.main(*self.APPLY, "--limit", "2")
+                self.assertEqual((code, sum(answer is not None for answer in self.answers().values()), self.ledgered()), (0, written, known), err)
+
+    def test_killed_in_the_middle_table_and_ledger_agree_after_the_next_run(self):
+        self.run_(60)
+        self.table(60)
+        quick = "import sys, os; sys.path.insert(0, %r); import batch_harness as bh; bh.CHUNK = 7; real = bh.%%s; seen = []\ndef kill(*a, **k):\n    seen.append(1)\n    if len(seen) == %%d: os.kill(os.getpid(), 9)\n    return real(*a, **k)\nbh.%%s = kill; sys.exit(bh.main(sys.argv[1:]))" % HERE
+        for place, number in (("note_outcomes", 1), ("note_outcomes", 4), ("Table.update", 3), ("Table.update", 9), ("Table.update", 20)):
+            run = subprocess.run([sys.executable, "-c", quick % (place, number, place), *self.APPLY], capture_output=True)
+            self.assertEqual(run.returncode, -9, run.stderr)
+        self.assertEqual(self.main(*self.APPLY)[0], 0)
+        self.assertEqual((sum(answer is not None for answer in self.answers().values()), self.ledgered()), (60, {"applied": 60}))
+        self.assertEqual(self.audit("--ledger", "l.jsonl")[0], 0)
+
+    def test_an_edited_answer_reaches_no_table(self):
+        self.run_()
+        self.table()
+        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
+        place = next(n for n, row in enumerate(rows) if row.get("verdict") == "ok")
+        self.edited(place, lambda row: row["answers"].update(dict.fromkeys(row["answers"], "good" if "bad" in row["answers"].values() else "bad")))
+        self.write("l.jsonl", self.bytes("e.jsonl"))
+        code, out, err = self.main(*self.APPLY)
+        self.assertEqual((code, set(self.answers().values())), (2, {None}))
+        self.assertIn("l.jsonl:%d: its answers are not those of its reply; nothing was applied" % (place + 1), err)
+
+    def test_fields_go_into_the_columns_they_are_mapped_to(self):
+        self.items_file(3)
+        self.write("task.json", json.dumps({"instruction": "J", "fields": {"tone": {"enum": ["a", "b"]}, "tags": {"type": "array", "items": {"enum": ["x"]}}, "n": {"type": "integer"}}}))
+        self.main("--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--ledger", "l.jsonl")
+        self.table(3, ', mood TEXT, "odd ""name" TEXT, n INTEGER')
+        code, out, err = self.main(*self.APPLY, "--set", "mood=tone", "--set", 'odd "name=tags', "--set", "n=n")
+        self.assertEqual(code, 0, err)
+        [(mood, tags, n)] = set(self.sql('SELECT mood, "odd ""name", n FROM posts WHERE id = 0'))
+        self.assertIn(mood, "ab")
+        self.assertEqual((json.loads(tags), type(n)), (["x"], int))
+        for more, said in ((["--set", "mood=none"], "the task has no field none"), (["--set", "none=tone"], "no column none"), ([], "no column tone, tags"),
+                           (["--set", "answer=tone", "--set", "answer=n"], "--set answer is given 2 times"), (["--set", "decided=tone"], "two uses")):
+            code, out, err = self.main(*self.APPLY, *more)
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn(said, err)
+
+    def test_what_a_table_cannot_take_gets_a_clear_line(self):
+        self.run_(2)
+        self.table(2)
+        self.sql("CREATE VIEW seen AS SELECT * FROM posts")
+        self.sql("CREATE TABLE bare (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT) WITHOUT ROWID")
+        for table, said in (("seen", "has no table seen, that is a view; it has posts, bare"), ("none", "has no table none"), ("bare", "table bare has no rowid")):
+            code, out, err = self.main(*[table if word == "posts" else word for word in self.APPLY])
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn(said, err)
+        code, out, err = self.main(*[word.replace("posts.db", "none.db") for word in self.APPLY])
+        self.assertEqual((code, os.path.exists("none.db")), (2, False))
+        self.write("junk.db", "no database at all" * 99)
+        self.assertEqual(self.main(*[word.replace("posts.db", "junk.db") for word in self.APPLY])[0], 2)
+        self.write("task.json", json.dumps({"instruction": "J", "fields": {"answer": {"type": "integer"}}}))
+        self.write("m.py", "import re\ndef f(p): return '[%s]' % ', '.join('{\"id\": \"%s\", \"answer\": 99999999999999999999}' % n for n in re.findall('<item id=\"(.*?)\"', p))")
+        self.main("--input", "items.jsonl", "--model", "py:m.py:f", "--task", "task.json", "--ledger", "big.jsonl")
+        code, out, err = self.main(*["big.jsonl" if word == "l.jsonl" else word for word in self.APPLY])
+        self.assertEqual((code, set(self.answers().values())), (2, {None}))
+        self.assertIn("has more than 64 bits; nothing was applied", err)
+        with contextlib.closing(sqlite3.connect("posts.db")) as base:
+            base.execute("CREATE TRIGGER no BEFORE UPDATE ON posts BEGIN SELECT RAISE(ABORT, 'not today'); END")
+        code, out, err = self.main(*self.APPLY)
+        self.assertEqual(code, 3)
+        self.assertIn("posts.db: not today; what was committed stands", err)
 
 
 # ====================================================================================================================
