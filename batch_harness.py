@@ -8,6 +8,7 @@ One file, standard library only, Python 3.8 or newer.  Copy it to any machine an
     python3 batch_harness.py trial --input sample_items.jsonl --sizes 1,1,2 --ledger runs/trial.jsonl --model demo
     python3 batch_harness.py report --ledger runs/demo.jsonl
     python3 batch_harness.py export --ledger runs/demo.jsonl --input sample_items.jsonl --output answers.csv
+    python3 batch_harness.py audit --ledger runs/demo.jsonl --input sample_items.jsonl
     tail -n 3 runs/demo.jsonl
 
 The road a text travels:
@@ -15,7 +16,7 @@ The road a text travels:
     Source.rows -> State.freeze -> batches -> build_prompt -> model -> validate -> attempt_row -> Ledger -> State
                                       ^                                    |
                                       +--- plan: the batch again, then singles
-    ledger -> report, explain, export
+    ledger -> report, explain, export, audit, apply
 
 The promise: every id that was sent came back exactly once, or nothing of that reply is kept.  It says nothing about
 whether an answer is right; a model that exchanges contents under right ids passes every check of shape.
@@ -30,13 +31,12 @@ Invariants, each shown by tests:
     7. A call that brought no reply is not a verdict on an item (the endpoint's refusal of a content is a reply).
     8. Nothing is guessed: no position, no prefix, no edit distance.
 
-Exit codes: 0 done; 1 finished, some items quarantined, or a size that --fail-unless-safe asks for is not safe; 2 usage
-or bad input, nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130
-interrupted.
+Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checked does not hold; 2 usage or bad input,
+nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130 interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
-THE TRUST LINE, models, run, statistics, report, explain and export, command line.  Whoever reads down to the trust
-line has read everything that decides which answer belongs to which item.
+THE TRUST LINE, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.  Whoever
+reads down to the trust line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """

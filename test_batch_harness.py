@@ -12,6 +12,7 @@ import contextlib
 import copy
 import csv
 import doctest
+import glob
 import gzip
 import hashlib
 import http.server
@@ -4527,6 +4528,40 @@ class CommandLine(Case):
 # README.  Its commands run, and its tables are the program's own.
 # ====================================================================================================================
 
+class Postgres:
+    """A server of its own in a temporary folder, where the programs for it are installed."""
+
+    def __init__(self):
+        found = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
+        self.bin, self.folder, self.running = found[-1] if found else os.path.dirname(shutil.which("initdb") or ""), tempfile.mkdtemp(), False
+        self.user = ["runuser", "-u", "nobody", "--"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []     # it refuses to run as root
+
+    def call(self, program, *words, **options):
+        return subprocess.run([*self.user, os.path.join(self.bin, program), *words], capture_output=True, cwd=self.folder, text=True, **options)
+
+    def start(self):
+        if not self.bin or (self.user and not shutil.which("runuser")):
+            return False
+        os.chmod(self.folder, 0o777)
+        data = os.path.join(self.folder, "data")
+        if self.call("initdb", "-D", data, "-U", "me", "-E", "UTF8", "--no-locale", "-A", "trust").returncode:
+            return False
+        self.running = self.call("pg_ctl", "-D", data, "-w", "-l", os.path.join(self.folder, "log"), "-o",
+                                 "-c listen_addresses='' -c fsync=off -k %s" % self.folder, "start").returncode == 0
+        return self.running
+
+    def sql(self, words):
+        run = subprocess.run([os.path.join(self.bin, "psql"), "-h", self.folder, "-U", "me", "-d", "postgres", "-qAt", "-v", "ON_ERROR_STOP=1"],
+                             input=words, capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    def stop(self):
+        if self.running:
+            self.call("pg_ctl", "-D", os.path.join(self.folder, "data"), "-m", "immediate", "stop")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
 class Readme(Case):
     TEXT = open(os.path.join(HERE, "README.md"), encoding="utf-8").read()
 
@@ -4576,9 +4611,43 @@ class Readme(Case):
         known = {option for action in parser._subparsers._group_actions[0].choices.values() for option in action._option_string_actions}
         self.assertEqual(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", self.TEXT)) - known - {"--version"}, set())
 
-    def test_its_library_example_runs(self):
-        [code] = re.findall(r"```python\n(.*?)```", self.TEXT, re.S)
-        exec(compile(code, "README", "exec"), {})
+    def test_its_library_examples_run(self):
+        frames, plain = re.findall(r"```python\n(.*?)```", self.TEXT, re.S)
+        exec(compile(plain, "README", "exec"), {})
+        names = {}
+        exec(compile(frames, "README", "exec"), names)
+
+        class Frame(dict):
+            def assign(self, **columns):
+                return Frame(self, **columns)
+        texts = ["Works well.", "Broke."]
+        frame = names["judge"](Frame(text=texts), reply_to_prompt)
+        self.assertEqual(frame, {"text": texts, "item": [bh.item_id(text) for text in texts], "answer": ["good", "good"]})
+
+    def test_its_table_of_outcomes_is_the_programs_own(self):
+        self.assertEqual(tuple(self.table("## Into a database")), bh.OUTCOMES)
+
+    def test_its_update_for_postgresql_leaves_stale_rows_alone(self):
+        server = Postgres()
+        self.addCleanup(server.stop)
+        if not server.start():
+            self.skipTest("no PostgreSQL here")
+        rows = [{"review_id": n, "body": "text number %d" % n} for n in range(6)]
+        self.write("reviews.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        self.write("task.json", json.dumps({"instruction": "Judge.", "rubric_version": 3, "fields": {"answer": {"enum": ["good", "bad"]}}}))
+        words = ["--input", "reviews.jsonl", "--text-field", "body", "--id-field", "review_id"]
+        self.assertEqual(self.main(*words, "--task", "task.json", "--model", "demo", "--ledger", "l.jsonl")[0], 0)
+        self.main("export", *words, "--ledger", "l.jsonl", "--output", "answers.csv")
+        [update] = re.findall(r"```sql\n(.*?)```", self.TEXT, re.S)
+        server.sql("CREATE TABLE reviews (review_id bigint, body text, sentiment text, rubric int, decided_by text);"
+                   + "".join("INSERT INTO reviews VALUES (%d, '%s', NULL, %s, NULL);" % (row["review_id"], row["body"], "NULL" if n else 3) for n, row in enumerate(rows)))
+        server.sql("UPDATE reviews SET body = 'edited' WHERE review_id = 2; UPDATE reviews SET rubric = 4 WHERE review_id = 3; DELETE FROM reviews WHERE review_id = 4;")
+        server.sql(update.replace("'answers.csv'", "'%s'" % os.path.abspath("answers.csv")))
+        found = server.sql("SELECT review_id, sentiment IS NOT NULL, rubric, length(decided_by) FROM reviews ORDER BY review_id;").split()
+        self.assertEqual(found, ["0|t|3|25", "1|t|3|25", "2|f||", "3|f|4|", "5|t|3|25"])
+        with open("answers.csv", encoding="utf-8", newline="") as file:
+            answers = {row["id"]: row["answer"] for row in csv.DictReader(file)}
+        self.assertEqual(server.sql("SELECT sentiment FROM reviews WHERE review_id = 5;").strip(), answers["5"])
 
     def test_the_sample_holds_what_the_readme_promises(self):
         with open(SAMPLE, encoding="utf-8") as file:
