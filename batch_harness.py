@@ -35,8 +35,8 @@ Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checke
 nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130 interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
-THE TRUST LINE, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.  Whoever
-reads down to the trust line has read everything that decides which answer belongs to which item.
+THE TRUST LINE, models, run, batch jobs, statistics, report, explain and export, audit and apply, drill, command line.
+Whoever reads down to the trust line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
@@ -54,6 +54,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import re
 import signal
@@ -234,6 +235,15 @@ encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 
 
+def whole_value(decoder: Any, text: str) -> Any:
+    """The one JSON value of a text: what decoder.decode gives, without its two looks for white space."""
+    try:
+        value, end = decoder.scan_once(text, 0)
+    except StopIteration:
+        value, end = None, -1
+    return value if end == len(text) else decoder.decode(text)
+
+
 def shown(value: Any, limit: int = 80) -> str:
     """A value as short JSON for a message."""
     text = value if isinstance(value, Spelled) else json.dumps(value, ensure_ascii=False, default=kind_of)
@@ -264,7 +274,7 @@ def read_jsonl(lines: Iterable[bytes]) -> Iterator[Record]:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
             if not text:
                 continue
-            record = INPUT_JSON.decode(text)
+            record = whole_value(INPUT_JSON, text)
         except UnicodeDecodeError as error:
             yield number, None, "invalid UTF-8 at byte %d; convert the file to UTF-8" % (error.start + 1)
         except (ValueError, RecursionError) as error:
@@ -365,7 +375,7 @@ class InputSpec(NamedTuple):
     def holds(self, row: Row) -> bool:
         """Whether a row is of this shard; bad rows are of every one."""
         part, parts = self.shard
-        return parts == 1 or row.error is not None or int(item_id(row.text), 16) % parts == part - 1
+        return row.error is not None or int(item_id(row.text), 16) % parts == part - 1
 
     def row(self, record: Record) -> Row:
         """The row of a record: its text and key, or what is wrong with it."""
@@ -380,7 +390,7 @@ class InputSpec(NamedTuple):
             text = value if isinstance(value, str) else self._text(value)
             if "\0" in text or NUL_MARK in text:
                 raise ValueError("a NUL character in the text; remove it")
-            if SURROGATE.search(text):
+            if not text.isascii() and SURROGATE.search(text):
                 raise ValueError("invalid UTF-8 or a lone surrogate in the text; mend it")
             if not text.strip():
                 raise ValueError("blank text; remove the row")
@@ -458,7 +468,8 @@ class Source:
                 if zipped:
                     import gzip
                 lines: Any = gzip.open(file, "rb") if zipped else file
-                yield from filter(self.spec.holds, map(self.spec.row, READERS[self._format](lines)))
+                rows = map(self.spec.row, READERS[self._format](lines))
+                yield from rows if self.spec.shard == (1, 1) else filter(self.spec.holds, rows)
         except (EOFError, OSError, zlib.error) as error:
             raise HarnessError("%s: %s; is the file whole?" % (self.name, error))
         except HarnessError as error:
@@ -509,8 +520,11 @@ class Source:
             raise HarnessError("cannot read %s: %s; check --input, --table and --query" % (self.name, error))
 
 
-def good_rows(rows: Iterable[Row], name: str, skip_bad: bool) -> Iterator[Row]:
-    """Yield the good rows; then HarnessError names the first bad lines, unless skip_bad and any row was good."""
+def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]) -> Iterator[Row]:
+    """Yield the good rows; then HarnessError names the first bad lines, unless skip_bad and any row was good.
+
+    `seen` counts the bad ones.
+    """
     bad: List[str] = []
     count = good = 0
     for row in rows:
@@ -521,6 +535,7 @@ def good_rows(rows: Iterable[Row], name: str, skip_bad: bool) -> Iterator[Row]:
             count += 1
             if count <= MAX_REPORTED:
                 bad.append("%s:%d: %s" % (name, row.line, row.error))
+    seen["bad"] = count
     if count and not (skip_bad and good):
         first = " (the first %d are shown)" % MAX_REPORTED if count > MAX_REPORTED else ""
         raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
@@ -1152,6 +1167,7 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
 
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")        # what would steer a terminal
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # what would break a line in a terminal or an editor
+DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
 NEEDED: Dict[str, Dict[str, Any]] = {                           # members that readers rely on, by kind of row
     "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
@@ -1222,10 +1238,10 @@ def ask_of(request: Mapping[str, Any]) -> Ask:
     return Ask(tuple(items), *(request[name] for name in Ask._fields[1:]))
 
 
-def rederived(row: Mapping[str, Any], task: Task) -> Verdict:
-    """What the raw reply of an accepted row proves today."""
-    items = [Item._make(("", name, sha, None)) for name, sha in zip(row["batch"], row["text_sha"])]
-    return validate(items, Reply(row.get("reply"), _word(row.get("finish"))), task)
+def rederived(row: Mapping[str, Any], task: Task, strict_order: bool = False) -> Verdict:
+    """What the raw reply of a row proves today."""
+    items = [Item._make(("", name, name, None)) for name in row["batch"]]
+    return validate(items, Reply(row.get("reply"), _word(row.get("finish"))), task, strict_order)
 
 
 def prompt_digest(prompt: str) -> str:
@@ -1251,7 +1267,8 @@ def is_row(row: Any) -> bool:
             and row.get("size", 1) > 0 and row.get("attempt", 1) > 0):
         return False
     if row["event"] != "attempt":
-        return row["event"] != "job" or all(map(_is_request, row.get("requests", {}).values()))
+        named = [name for word in OUTCOMES for name in row.get(word, [])]
+        return all(isinstance(name, str) for name in named) and (row["event"] != "job" or _is_job(row))
     batch, digests, accepted = row["batch"], row.get("text_sha"), row["verdict"] == "ok"
     if (not batch or not all(isinstance(note, str) for note in row.get("normalised", []))
             or row["verdict"] not in VERDICTS or accepted != ("answers" in row)
@@ -1265,16 +1282,32 @@ def is_row(row: Any) -> bool:
 
 def _fit(batch: List[Any], digests: Any) -> bool:
     """Whether these are the digests of texts with these ids."""
-    return isinstance(digests, list) and len(digests) == len(batch) and all(
-        isinstance(sha, str) and re.match("[0-9a-f]{32}\\Z", sha) and isinstance(name, str) and sha.startswith(name)
-        for sha, name in zip(digests, batch))
+    return (isinstance(digests, list) and len(digests) == len(batch)
+            and all(type(entry) is str for entry in digests + batch) and set(map(len, digests)) == {32}
+            and DIGITS_ONLY.match("".join(digests)) is not None and all(map(str.startswith, digests, batch)))
 
 
 def _is_request(value: Any) -> bool:
-    return (isinstance(value, dict) and all(isinstance(value.get(name), kind) for name, kind in REQUEST.items())
-            and bool(value["batch"]) and _fit(value["batch"], value["text_sha"])
-            and len(value["sources"]) == len(value["batch"])
-            and all(source is None or isinstance(source, str) for source in value["sources"]))
+    """Whether a value is what request_of makes."""
+    if not (isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in REQUEST.items())
+            and value["batch"] and _fit(value["batch"], value["text_sha"]) and len(set(value["text_sha"])) == len(
+                set(value["batch"])) == len(value["sources"]) == len(value["batch"])):
+        return False
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        keys = [None if source is None else _source_value(source) for source in value["sources"]]
+        return (min(map(len, value["batch"])) >= ID_LENGTH
+                and re.match("[0-9a-f]{12}\\Z", value["batch_id"]) is not None
+                and 0 < value["size"] < MAX_INTEGER and 0 < value["attempt"] < MAX_INTEGER
+                and not any(isinstance(key, (list, dict)) for key in keys))
+    return False
+
+
+def _is_job(row: Mapping[str, Any]) -> bool:
+    """Whether a job's row can be taken in."""
+    requests = row.get("requests", {})
+    return (row["step"] != "intent" or bool(requests)) and all(
+        name.startswith(row["key"] + "-") and _is_request(request) for name, request in requests.items()) and (
+            re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", str(row.get("at"))) is not None)
 
 
 class Line(NamedTuple):
@@ -1295,7 +1328,7 @@ def read_ledger(path: str) -> Iterator[Line]:
             for number, raw in enumerate(stream, 1):
                 bare = raw[:-1] if raw.endswith(b"\n") else raw
                 try:
-                    row = LEDGER_JSON.decode(bare.decode("utf-8-sig" if number == 1 else "utf-8"))
+                    row = whole_value(LEDGER_JSON, bare.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except (ValueError, RecursionError):
                     row = None
                 yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare))
@@ -1340,7 +1373,6 @@ class Frozen(NamedTuple):
     rows: int
     items: int
     skipped: int                # bad rows left out under --skip-bad
-    digest: str                 # 32 hex digits over the sorted ids
 
 
 class State:
@@ -1356,6 +1388,7 @@ class State:
         self.open: Dict[str, OpenBatch] = {}                                    # by batch_id
         self.jobs: Dict[str, OpenJob] = {}                                      # by key
         self.job_names: Set[str] = set()                        # all jobs that are known, collected or not
+        self.lost: Set[str] = set()                             # keys of open jobs whose intent is damaged or gone
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
         self.conflicts = 0                                      # accepted again with another row; the first counts
@@ -1392,14 +1425,17 @@ class State:
         self.job_names.add(row.get("job", ""))
         if row["task"] != self.task.fingerprint:
             return
-        if step == "intent" and "requests" in row:
+        if step == "intent":
             self.jobs[key] = OpenJob(row, {}, set())
         elif step in ("collected", "abandoned"):
             self.jobs.pop(key, None)
+            self.lost.discard(key)
         elif step == "disowned" and key in self.jobs:
             self.jobs[key].steps.pop("created", None)
         elif key in self.jobs:
             self.jobs[key].steps[step] = row
+        else:
+            self.lost.add(key)
 
     def _see(self, row: Mapping[str, Any]) -> None:
         job = self.jobs.get(str(row.get("custom_id")).rpartition("-")[0])
@@ -1448,9 +1484,11 @@ class State:
 
     def collision(self, id_length: int) -> Optional[str]:
         """An id that two different texts share, or None."""
-        ids = (key >> 4 * (32 - id_length) for key in sorted(self.status))
-        shared = (name for name, group in itertools.groupby(ids) if len(list(group)) > 1)
-        return next(("%0*x" % (id_length, name) for name in shared), None)
+        cut = 4 * (32 - id_length)
+        ids = sorted(key >> cut for key in self.status)
+        if any(map(operator.eq, ids, itertools.islice(ids, 1, None))):
+            return next("%0*x" % (id_length, one) for one, other in zip(ids, ids[1:]) if one == other)
+        return None
 
     def digest(self, id_length: int) -> str:
         """32 hex digits over the sorted ids of the frozen items: the same for the same texts in any order."""
@@ -1461,7 +1499,8 @@ class State:
 
     def count(self, any_of: int) -> int:
         """How many items of the input carry any of these flags."""
-        return sum(1 for flags in self.status.values() if flags & FROZEN and flags & any_of)
+        tally = collections.Counter(self.status.values())
+        return sum(count for flags, count in tally.items() if flags & FROZEN and flags & any_of)
 
 
 class History(NamedTuple):
@@ -1470,6 +1509,7 @@ class History(NamedTuple):
     lines: int = 0
     crc: int = 0                        # CRC-32 of the last line
     damaged: Tuple[int, ...] = ()       # the numbers of lines that held no row
+    closed: Tuple[int, ...] = ()        # of these, the lines that a later run knew of: cut, and closed off
     broken: Tuple[int, ...] = ()        # and of rows that do not follow the line before: edited, removed or repeated
     torn: Optional[int] = None          # the number of a last line that was cut
     unfinished: bool = False            # the last line has no newline
@@ -1479,6 +1519,7 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
     """Hand every line that holds a row to `take`, in order; HarnessError when the file holds no ledger."""
     rows = crc = 0
     damaged: List[int] = []
+    closed: List[int] = []
     broken: List[int] = []
     line: Optional[Line] = None
     for line in read_ledger(path):
@@ -1486,6 +1527,8 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
             rows += 1
             if line.row["seq"] != line.number or line.row.get("prev") != "%08x" % crc:
                 broken.append(line.number)
+            elif damaged and damaged[-1] == line.number - 1:
+                closed.append(line.number - 1)
             take(line)
         elif line.whole:
             damaged.append(line.number)
@@ -1498,7 +1541,7 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
         if head != ROW_BEGIN and (damaged or not ROW_BEGIN.startswith(head)):
             raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % path)
     torn = line.number if line.row is None and not line.whole else None
-    return History(line.number, line.crc, tuple(damaged), tuple(broken), torn, not line.whole)
+    return History(line.number, line.crc, tuple(damaged), tuple(closed), tuple(broken), torn, not line.whole)
 
 
 def settled_places(paths: Sequence[str], task: Task) -> Dict[int, int]:
@@ -1873,6 +1916,18 @@ class Inbox:
                 pass
 
 
+def inflated(body: bytes, most: int) -> Iterator[bytes]:
+    """A compressed body, member by member.  EOFError: it broke off; OverflowError: too much of it."""
+    while body:
+        inflater = zlib.decompressobj(47)
+        yield inflater.decompress(body, most)
+        if inflater.unconsumed_tail:
+            raise OverflowError("more than %d MB as one reply" % (most >> 20))
+        if not inflater.eof:
+            raise EOFError("the compressed reply broke off")
+        body = inflater.unused_data
+
+
 def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
     most = most or MAX_REPLY
@@ -1895,7 +1950,7 @@ def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     else:
         body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
     if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
-        body = zlib.decompressobj(47).decompress(body, most)
+        body = b"".join(inflated(body, most))
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
     return Response(int(status), headers, body, kept_alive and not inbox.data)
@@ -1958,7 +2013,7 @@ class Client:
             # Nothing can be due on a kept connection: it is closed, or out of step.  The look costs as much as some
             # calls do, so that one that was used a moment ago is trusted, until one has failed.
             if kept.connection is not None and (self._wary or now - kept.began > 0.05) and kept.has_news():
-                self._drop()
+                self.close()
             kept.began = now
             new, kept.connection = kept.connection is None, kept.connection or self._connection()
             self._deadlines[kept.connection] = now + timeout
@@ -1976,7 +2031,7 @@ class Client:
         finally:
             self._deadlines.pop(kept.connection, None)
             if response is None or not response.kept_alive:
-                self._drop()
+                self.close()
 
     def end_overdue(self, now: float) -> None:
         """Shut down connections whose calls are overdue: a socket's own timeout is for one read, and a slow drip would
@@ -1999,7 +2054,8 @@ class Client:
             connection.set_tunnel(*self._address, headers=self._login)
         return connection
 
-    def _drop(self) -> None:
+    def close(self) -> None:
+        """Let go of this thread's connection."""
         connection, self._kept.connection = self._kept.connection, None
         if connection is not None:
             connection.close()
@@ -2322,7 +2378,7 @@ class Endpoint:
 
 # ---- models that need no network ----
 
-COMMANDS: Set[int] = set()      # process groups of commands that are running
+RUNNING: Set[int] = set()      # process groups of commands that are running
 
 
 def command_model(command: str, timeout: float) -> Call:
@@ -2332,14 +2388,14 @@ def command_model(command: str, timeout: float) -> Call:
     def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
         with subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, start_new_session=True) as process:
-            COMMANDS.add(process.pid)
+            RUNNING.add(process.pid)
             try:
                 out, err = process.communicate(prompt.encode("utf-8"), timeout)
             except subprocess.TimeoutExpired:
                 kill_group(process.pid)
                 raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
             finally:
-                COMMANDS.discard(process.pid)
+                RUNNING.discard(process.pid)
         if process.returncode:
             said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
             raise CallFailed("stop" if process.returncode in (126, 127) else "retry",       # not found, not executable
@@ -2389,6 +2445,7 @@ class Demo:
     def __init__(self, task: Task, settings: str) -> None:
         self._task = task
         self._seen: Counter[str] = collections.Counter()            # how often each prompt was asked
+        self.faults: List[str] = []                                 # of the last reply, for who asks alone
         self._rates = {**dict.fromkeys(DEMO_FAULTS, 0.0), "seed": 0.0, "delay": 0.0}
         for part in filter(None, settings.split(",")):
             name, _, value = part.partition("=")
@@ -2408,7 +2465,7 @@ class Demo:
         time.sleep(self._rates["delay"])
         elements = [self._element(name, text) for name, text in
                     re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)]
-        faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
+        faults = self.faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
         for name in faults:
             if elements:
                 DEMO_FAULTS[name](elements, dice)
@@ -2688,7 +2745,7 @@ class Runner:
 
     # ---- the threads ----
 
-    def run(self, ledger: Ledger, header: Mapping[str, Any], say: Speaker) -> None:
+    def run(self, ledger: Ledger, header: Callable[[], Mapping[str, Any]], say: Speaker) -> None:
         """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
         flight, self.ledger = next(self.flights, None), ledger
         self._began = time.monotonic()
@@ -2712,9 +2769,9 @@ class Runner:
         if self._error is not None:
             raise self._error
 
-    def begin(self, header: Mapping[str, Any]) -> bool:
+    def begin(self, header: Callable[[], Mapping[str, Any]]) -> bool:
         """Append the run's own row, once; whether it is there."""
-        self._begun = self._begun or self.append_event("run", **header) is not None
+        self._begun = self._begun or self.append_event("run", **header()) is not None
         return self._begun
 
     def _started(self) -> List[threading.Thread]:
@@ -2776,7 +2833,7 @@ class Runner:
         """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger."""
         def handler(number: int, frame: Any) -> None:
             if self.signals and number == signal.SIGINT:
-                for pid in list(COMMANDS):
+                for pid in list(RUNNING):
                     kill_group(pid)
                 with contextlib.suppress(OSError):
                     os.write(2, b"\nleft at once; what is on the ledger is safe: run the same command again\n")
@@ -3099,9 +3156,11 @@ def timestamp() -> str:
 MAX_JOB_BYTES = 90_000_000              # of one job's requests: the least that providers take is 100 MB
 MAX_RESULTS = 1 << 30                   # bytes of one file of results
 POLL, MAX_POLL = 30.0, 300.0            # seconds between looks at a job, at first and at most
-GRACE = 60.0                            # seconds after which a job that was made is listed
+GRACE = 60.0                            # seconds between two looks for a job that may have been made
+NOT_MADE = frozenset({400, 401, 402, 403, 404, 413, 422})       # HTTP statuses that say that no job was made
 SKEW = 86400.0                          # seconds that the clocks here and there may differ
 TRIES = 3                               # of a step that fails, and of rounds that bring no reply
+MAX_TROUBLES = 30                       # looks in a row that fail, over more than two hours, before a run ends
 
 
 class JobNews(NamedTuple):
@@ -3116,6 +3175,10 @@ class JobNews(NamedTuple):
     key: str = ""                       # ours, where its metadata holds one
     file: str = ""                      # the file that holds its requests
     errors: str = ""                    # why it was refused whole
+
+    def total(self, *leave_out: str) -> int:
+        """The sum of its counters."""
+        return sum(count for name, count in self.counts.items() if type(count) is int and name not in leave_out)
 
     def words(self) -> str:
         """Its status and counters, for a person."""
@@ -3156,8 +3219,7 @@ def message_news(document: Mapping[str, Any]) -> JobNews:
     import urllib.parse
     name, status, made = str(document.get("id")), str(document.get("processing_status")), 0.0
     with contextlib.suppress(ValueError):
-        moment = datetime.datetime.strptime(str(document.get("created_at"))[:19], "%Y-%m-%dT%H:%M:%S")
-        made = moment.replace(tzinfo=datetime.timezone.utc).timestamp()
+        made = seconds_of(str(document.get("created_at")))
     ended = status == "ended"
     places = ("/v1/messages/batches/%s/results" % urllib.parse.quote(name, ""),) if ended else ()
     return JobNews(name, status, ended, an_object(document.get("request_counts")), places, made)
@@ -3226,10 +3288,13 @@ class Jobs:
     def news(self, name: str) -> JobNews:
         """How a job stands."""
         import urllib.parse
-        return self.engine.news(self._document("GET", "%s/%s" % (self.engine.path, urllib.parse.quote(name, ""))))
+        document = self._document("GET", "%s/%s" % (self.engine.path, urllib.parse.quote(name, "")))
+        if document.get("id") != name:
+            raise CallFailed("retry", "what came is not the job: " + self._client.mask(shown(document, 200)))
+        return self.engine.news(document)
 
-    def listed(self, since: float) -> Iterator[JobNews]:
-        """The jobs there, at least those made since then."""
+    def listed(self) -> Iterator[JobNews]:
+        """All jobs there, in whatever order.  CallFailed where what comes is no list of them."""
         import urllib.parse
         after, cursors = "", set()
         while after not in cursors:
@@ -3237,23 +3302,36 @@ class Jobs:
             cursor = "&%s=%s" % (self.engine.cursor, urllib.parse.quote(after, "")) if after else ""
             page = self._document("GET", "%s?limit=100%s" % (self.engine.path, cursor))
             entries = page.get("data")
-            found = [self.engine.news(an_object(entry)) for entry in (entries if isinstance(entries, list) else [])]
-            yield from found
-            if not page.get("has_more") or not found or all(0 < news.made < since for news in found):
+            if not isinstance(entries, list) or (page.get("has_more") and not entries):
+                raise CallFailed("retry", "what came is no list of jobs: " + shown(page, 200))
+            for news in map(self.engine.news, map(an_object, entries)):
+                after = news.name
+                yield news
+            if not page.get("has_more"):
                 return
-            after = found[-1].name
         raise CallFailed("retry", "the provider's list of jobs does not end")
 
-    def fetch(self, news: JobNews) -> bytes:
-        """All lines that a job brought."""
-        parts = []
+    def fetch(self, news: JobNews, partly: bool) -> bytes:
+        """All lines that a job brought; `partly`: without a file that cannot be had.  CallFailed: lines are cut."""
+        parts: List[bytes] = []
         for place in news.places:
             response = self._client.exchange(self._client.head("GET", place), b"", 3600.0, MAX_RESULTS)
-            if response.status != 200:
+            if response.status == 200:
+                parts.append(without_bom(response.body).rstrip(b"\r\n"))
+            elif not partly or response.status != 404:
                 self._refuse(response)
-            parts.append(response.body.rstrip(b"\n"))
+        for part in filter(None, parts):
+            try:
+                json.loads(part[part.rfind(b"\n") + 1:])
+            except ValueError:
+                if not partly:
+                    raise CallFailed("retry", "the last line of the results is cut")
         text = b"\n".join(filter(None, parts)).decode("utf-8", "surrogateescape")
         return self._client.mask_long(text).encode("utf-8", "surrogateescape")
+
+    def close(self) -> None:
+        """Let go of this thread's connection."""
+        self._client.close()
 
     def outcome(self, line: Mapping[str, Any]) -> Union[Reply, CallFailed]:
         """What one line of results is: a reply, or why there is none."""
@@ -3270,7 +3348,7 @@ class Jobs:
         if not 200 <= response.status < 300:
             self._refuse(response)
         with contextlib.suppress(ValueError, RecursionError):
-            document = json.loads(response.body.decode("utf-8", "surrogateescape"))
+            document = json.loads(self._client.mask_long(response.body.decode("utf-8", "surrogateescape")))
             if isinstance(document, dict):
                 return document
         raise CallFailed("retry", "a reply with no JSON from %s; is --base-url right?" % self._client.host, billed=True)
@@ -3283,6 +3361,17 @@ class Jobs:
         error = error_in(document, text)
         raise classify(response.status, error._replace(words=self._client.mask(error.words)),
                        retry_after(response.headers, time.time()), ())
+
+
+def without_bom(data: bytes) -> bytes:
+    """The bytes without a byte order mark."""
+    return data[3:] if data.startswith(b"\xef\xbb\xbf") else data
+
+
+def seconds_of(moment: str) -> float:
+    """A time of timestamp(), or of a provider, in seconds since 1970."""
+    bare = datetime.datetime.strptime(moment[:19], "%Y-%m-%dT%H:%M:%S")
+    return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
 
 
 class Collected(NamedTuple):
@@ -3301,11 +3390,11 @@ def sorted_lines(raw: bytes, requests: Mapping[str, Any], outcome: Callable[[Map
         if not line.strip():
             continue
         try:
-            document = LEDGER_JSON.decode(line.decode("utf-8-sig" if number == 1 else "utf-8", "surrogateescape"))
+            document = LEDGER_JSON.decode(line.decode("utf-8", "surrogateescape"))
         except (ValueError, RecursionError):
             document = None
         name = an_object(document).get("custom_id")
-        if not isinstance(name, str) or name not in requests:
+        if not isinstance(name, str) or name not in requests or not document.keys() & {"response", "error", "result"}:
             came.unknown.append(shown(name) if isinstance(document, dict) else "line %d, which is no JSON" % number)
         elif name not in found:
             found[name] = line
@@ -3323,13 +3412,13 @@ Request = Tuple[Dict[str, Any], Dict[str, Any]]         # what the ledger holds 
 class Rounds:
     """Drives plans by jobs: a round is all that is to be asked now, and it is collected before the next begins."""
 
-    def __init__(self, runner: Runner, header: Mapping[str, Any], ledger: Ledger, say: Speaker) -> None:
+    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, say: Speaker) -> None:
         assert runner.model.jobs is not None
         self.runner, self.state, self.say, self._jobs = runner, runner.arms[0].state, say, runner.model.jobs
         self._header, self._ledger, self._round, self._fruitless = header, ledger, 0, 0
+        self._troubles = 0                      # failures in a row of what only looks
         runner.ledger, runner.deadline = ledger, time.monotonic() + (runner.options.deadline or math.inf)
-        # Who asks for a part, or again for what is in quarantine, gets that once, and not anew in each round.
-        self._only: Optional[Set[int]] = self._keys(job.intent for job in self.state.jobs.values()) or None
+        self._only: Optional[Set[int]] = None           # texts that this command has asked about
 
     # ---- the rounds ----
 
@@ -3374,13 +3463,28 @@ class Rounds:
             raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
                 options.adopt, len(undecided), self._ledger.path))
         if options.adopt:
-            self.step("created", undecided[0], job=options.adopt)
+            self._adopt(jobs[undecided[0]], options.adopt)
         named = [key for key, job in jobs.items() if options.abandon in (key, job.name)]
         if options.abandon and not named:
             raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
                 options.abandon, self._ledger.path, ", ".join(job.name or key for key, job in jobs.items()) or "none"))
         for key in named if options.abandon else ():
             self.step("abandoned", key, detail="by hand")
+        # Who asks for a part, or again for what is in quarantine, gets that once, and not anew in each round.
+        self._only = self._keys(job.intent for job in jobs.values()) or None
+
+    def _adopt(self, job: OpenJob, name: str) -> None:
+        """Take a person's word for it that a job is ours, where nothing speaks against it."""
+        key, requests = job.intent["key"], job.intent["requests"]
+        try:
+            news = self._call(lambda: self._jobs.news(name))
+        except CallFailed as failure:
+            raise HarnessError("--adopt %s: %s; check the name" % (name, failure.detail))
+        file = job.steps.get("uploaded", {}).get("file")
+        other = self._jobs.engine.files and news.key != key and news.file != file
+        if other or name in self.state.job_names or news.total("completed", "failed") not in (0, len(requests)):
+            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (name, news.words()))
+        self.step("created", key, job=name, by_hand=True)
 
     def pending(self) -> Pending:
         """What is to be asked now."""
@@ -3470,19 +3574,32 @@ class Rounds:
         key, file = job.intent["key"], ""
         try:
             if self._jobs.engine.files:
-                file = self._patiently(lambda: self._jobs.upload(key, lines), lambda failure: True)
+                file = self._patiently(lambda: self._jobs.upload(key, lines))
                 self.step("uploaded", key, file=file)
                 self._ledger.sync()
-            news = self._patiently(lambda: self._jobs.create(key, self.runner.run_id, file, lines), self._not_made)
         except CallFailed as failure:
-            if file == "" and self._jobs.engine.files or self._not_made(failure):
-                self.step("abandoned", key, detail=failure.detail)
-                self.runner.stop("no job was made: " + failure.detail, STOPPED)
+            self._give_up(key, failure)
+        for left in range(TRIES - 1, -1, -1):
+            if self.runner.code:                        # the last step may not be on the ledger
+                return
+            try:
+                news = self._call(lambda: self._jobs.create(key, self.runner.run_id, file, lines))
+            except CallFailed as failure:
+                if failure.status in NOT_MADE and (failure.kind == "stop" or not left):
+                    self._give_up(key, failure)
+                elif failure.status in NOT_MADE:        # a file that was just uploaded may not be seen yet
+                    self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
+                else:
+                    self.say("it is not known whether a job was made (%s); looking for it" % failure.detail)
+                    self._look_for(job)
+                    return
             else:
-                self.say("it is not known whether a job was made (%s); looking for it" % failure.detail)
-                self._look_for(job)
-        else:
-            self._made(job, news, len(lines))
+                self._made(job, news, len(lines))
+                return
+
+    def _give_up(self, key: str, failure: CallFailed) -> None:
+        self.step("abandoned", key, detail=failure.detail)
+        self.runner.stop("no job was made: " + failure.detail, STOPPED)
 
     def _made(self, job: OpenJob, news: JobNews, count: int) -> None:
         self.step("created", job.intent["key"], job=news.name)
@@ -3490,29 +3607,19 @@ class Rounds:
         self.say("job %s: %d requests about %d items, %s" % (
             news.name, count, sum(len(request["batch"]) for request in job.intent["requests"].values()), news.status))
 
-    @staticmethod
-    def _not_made(failure: CallFailed) -> bool:
-        """Whether a failure says for certain that nothing was made."""
-        return failure.status is not None and 400 <= failure.status < 500 and failure.status not in (408, 409, 425)
-
     def _look_for(self, job: OpenJob) -> None:
-        """Find the job of an intent in the provider's list; that it is not there is known only after a while."""
+        """Find the job of an intent in the provider's list; that it is not there is known after two looks."""
         key, requests = job.intent["key"], job.intent["requests"]
-        intended = datetime.datetime.strptime(job.intent["at"][:19], "%Y-%m-%dT%H:%M:%S").replace(
-            tzinfo=datetime.timezone.utc).timestamp()
-        file = job.steps.get("uploaded", {}).get("file")
-        if self._jobs.engine.files and file is None:          # a job is made of an uploaded file, and there is none
-            self.step("abandoned", key, detail="its requests were not uploaded")
-            return
-        self._wait(min(GRACE, GRACE - time.time() + intended), "looking for a job that may have been made")
         ours: Optional[JobNews] = None
-        doubtful = [key]
-        while doubtful and ours is None and not self.runner.code:
+        looks = 0
+        while ours is None and looks < 2 and not self.runner.code:
+            self._wait(GRACE, "looking for a job that may have been made")
             try:
-                ours, doubtful = self._call(functools.partial(self._found, job, file, intended))
+                ours, doubtful = self._call(functools.partial(self._found, job))
             except CallFailed as failure:
                 self._heed(failure, "the provider's list cannot be read")
                 continue
+            looks = 0 if doubtful else looks + 1
             if ours is None and doubtful:
                 words = "job %s is open and may be the one that was to be made" % doubtful[0]
                 if self.runner.options.no_wait:
@@ -3520,27 +3627,31 @@ class Rounds:
                 self._wait(POLL, words + " (--adopt)")
         if ours is not None:
             self._made(job, ours, len(requests))
-        elif not doubtful:
+        elif looks == 2:
             self.say("no job was made of what was to be submitted; it is asked anew")
             self.step("abandoned", key, detail="it is not in the provider's list")
 
-    def _found(self, job: OpenJob, file: Optional[str], intended: float) -> Tuple[Optional[JobNews], List[str]]:
+    def _found(self, job: OpenJob) -> Tuple[Optional[JobNews], List[str]]:
         """The job of an intent in the provider's list, or the names of those that may be it.
 
         Where a job carries no key, its custom ids tell, which are to be had once it has ended.
         """
         requests, doubtful = job.intent["requests"], []
-        for news in self._jobs.listed(intended - SKEW):
+        file, since = job.steps.get("uploaded", {}).get("file"), seconds_of(job.intent["at"]) - SKEW
+        for news in self._jobs.listed():
             if news.key == job.intent["key"] or (file is not None and news.file == file):
                 return news, []
-            total = sum(count for count in news.counts.values() if type(count) is int)
-            recent = not news.made or news.made > intended - SKEW
-            if not self._jobs.engine.files and recent and news.name not in self.state.job_names and total in (
-                    0, len(requests)):
-                if not news.ended:
-                    doubtful.append(news.name)
-                elif sorted_lines(self._jobs.fetch(news), requests, lambda line: None).outcomes:
+            fits = news.total() in (0, len(requests)) and (not news.made or news.made > since)
+            if not self._jobs.engine.files and fits and news.name not in self.state.job_names:
+                try:
+                    raw = self._jobs.fetch(news, False) if news.ended else b""
+                except CallFailed as failure:
+                    if failure.kind == "retry":
+                        raise
+                    raw = b""                           # its results are gone, or not ours to see
+                if sorted_lines(raw, requests, lambda line: None).outcomes:
                     return news, []
+                doubtful += [] if raw else [news.name]
         return None, doubtful
 
     def _finish(self, job: OpenJob) -> None:
@@ -3550,12 +3661,16 @@ class Rounds:
             self._look_for(job)
         pause = POLL
         while not self.runner.code and job.name and job.intent["key"] in self.state.jobs:
+            partly = self._troubles >= TRIES
             try:
                 news = self._call(functools.partial(self._jobs.news, job.name))
-                raw = self._call(functools.partial(self._jobs.fetch, news)) if news.ended else b""
+                raw = self._call(functools.partial(self._jobs.fetch, news, partly)) if news.ended else b""
+                if news.ended and news.total("total", "processing") > raw.count(b"\n") + bool(raw) and not partly:
+                    raise CallFailed("retry", "it counts more lines than came")
             except CallFailed as failure:
                 self._heed(failure, "job %s cannot be asked after" % job.name)
                 continue
+            self._troubles = 0
             if news.ended:
                 self._collect(job, news, raw)
                 return
@@ -3567,24 +3682,28 @@ class Rounds:
 
     def _collect(self, job: OpenJob, news: JobNews, raw: bytes) -> None:
         key, requests = job.intent["key"], job.intent["requests"]
+        self._evidence(key, "results", [raw])
         came = sorted_lines(raw, requests, self._jobs.outcome)
-        if raw and not came.outcomes:
+        if not came.outcomes and (raw or job.steps["created"].get("by_hand")):
             self.step("disowned", key, detail="job %s holds none of the requests" % news.name)
             self.runner.stop("job %s holds none of the requests that were submitted (its first line is of %s)" % (
-                news.name, came.unknown[0]), STOPPED)
+                news.name, (came.unknown or ["nothing"])[0]), STOPPED)
             return
-        self._evidence(key, "results", [raw])
         if self.take_in(job, came, news.name, ended_as=news.status, counts=dict(news.counts), detail=news.errors):
             self.say("job %s, as the provider counts: %s" % (news.name, news.words()))
-            if news.errors and "token_limit_exceeded" in news.errors:
-                self._wait(MAX_POLL, "the provider's queue is full")
-            elif news.errors:
-                self.runner.stop("job %s was refused whole: %s" % (news.name, news.errors[:MAX_KEPT]), STOPPED)
+            words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % key, news.errors)
+            if words and set(re.findall(r": (\w+): ", words)) == {"token_limit_exceeded"}:
+                self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % words)
+            elif words:
+                self.runner.stop("job %s was refused whole: %s" % (news.name, words[:MAX_KEPT]), STOPPED)
 
     def take_in(self, job: OpenJob, came: Collected, name: str, **members: Any) -> bool:
         """Record every outcome, and what is missing; whether the job is thereby collected."""
         runner, requests = self.runner, job.intent["requests"]
-        proven = runner.proven() or any(isinstance(outcome, Reply) for outcome in came.outcomes.values())
+        # An uncertain refusal is a verdict on a content only where more was answered: else it may hit everybody.
+        failures = [outcome for outcome in came.outcomes.values() if isinstance(outcome, CallFailed)]
+        doubtful = [failure for failure in failures if failure.kind == "rejected" and not failure.certain]
+        proven = len(doubtful) < len(came.outcomes) - len(failures)
         tally: Counter[str] = collections.Counter()
         named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": []}
         owner = {id_: other for other, request in requests.items() for id_ in request["batch"]}
@@ -3595,7 +3714,7 @@ class Rounds:
             flags = [self.state.status.get(key_of(item.digest), 0) for item in ask.items]
             if custom_id in job.seen or any(flag & ANSWERED for flag in flags):
                 continue                        # of a collection that was cut short, or answered meanwhile
-            if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and proven:
+            if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and (proven or outcome.certain):
                 outcome = Reply(None, REJECTED, outcome.detail)
             if isinstance(outcome, Reply):
                 code, extra = self._record(job, ask, outcome, name, custom_id)
@@ -3615,9 +3734,10 @@ class Rounds:
                   **{what: len(some) for what, some in named.items()}, **members)
         self.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
             name, items, items - tally["no reply"], counts(tally)))
-        if not proven and came.outcomes:
-            runner.stop("every request was refused (%s); check model, --param and texts" % next(
-                outcome.detail for outcome in came.outcomes.values() if isinstance(outcome, CallFailed)), STOPPED)
+        runner.tally["unanswered"] += tally["no reply"] + len(came.unknown)
+        if doubtful and not proven:
+            runner.stop("%d of %d requests were refused (%s); check account, model, --param and texts" % (
+                len(doubtful), len(requests), doubtful[0].detail), STOPPED)
         return True
 
     def _record(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Tuple[str, Sequence[str]]:
@@ -3644,6 +3764,7 @@ class Rounds:
                 came.append((function(), None))
             except BaseException as error:      # data for the main thread, which raises it
                 came.append((None, error))
+            self._jobs.close()
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -3654,24 +3775,25 @@ class Rounds:
             raise error
         return value
 
-    def _patiently(self, function: Callable[[], Any], repeatable: Callable[[CallFailed], bool]) -> Any:
-        """What a function gives, tried again after a failure as long as that can do no harm."""
+    def _patiently(self, function: Callable[[], Any]) -> Any:
+        """What a function gives that can do no harm when it is tried again."""
         for left in range(TRIES - 1, -1, -1):
             try:
                 return self._call(function)
             except CallFailed as failure:
-                if not left or failure.kind == "stop" or not repeatable(failure) or self.runner.code:
+                if not left or failure.kind == "stop" or self.runner.code:
                     raise
                 self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
         return None
 
     def _heed(self, failure: CallFailed, words: str) -> None:
         """Of a failure that says nothing about a job: wait, or stop where no call can succeed."""
-        if failure.kind == "stop" and failure.status != 404:
+        self._troubles += 1
+        if (failure.kind == "stop" and failure.status != 404) or self._troubles == MAX_TROUBLES:
             self.runner.stop("%s: %s" % (words, failure.detail), STOPPED)
         elif self.runner.options.no_wait:
             self.runner.stop("%s now: %s" % (words, failure.detail), WAITING)
-        self._wait(failure.wait or POLL, "%s (%s)" % (words, failure.detail))
+        self._wait(failure.wait or min(MAX_POLL, POLL * self._troubles), "%s (%s)" % (words, failure.detail))
 
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why; signals and the deadline end it."""
@@ -3689,7 +3811,7 @@ class Rounds:
                 self.say(words)
 
 
-def run_by_jobs(runner: Runner, header: Mapping[str, Any], ledger: Ledger, say: Speaker) -> Runner:
+def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, say: Speaker) -> Runner:
     """A run whose calls go by jobs; with --finish online those after the first round do not.  The last runner."""
     rounds = Rounds(runner, header, ledger, say)
     if not rounds.run():
@@ -3703,7 +3825,7 @@ def run_by_jobs(runner: Runner, header: Mapping[str, Any], ledger: Ledger, say: 
     return online
 
 
-def emit_requests(runner: Runner, header: Mapping[str, Any], ledger: Ledger, out: Speaker) -> int:
+def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, out: Speaker) -> int:
     """Write the requests of a round to a file, in OpenAI's batch form."""
     rounds = Rounds(runner, header, ledger, out)
     with runner.lock:
@@ -3716,7 +3838,11 @@ def emit_requests(runner: Runner, header: Mapping[str, Any], ledger: Ledger, out
             out("nothing to do: no item is pending")
             return DONE
         key, lines = rounds.intend(group, 1, "file")
-        write_whole(runner.options.file, lambda file: file.write(b"\n".join([*lines, b""])), "the file")
+        try:
+            write_whole(runner.options.file, lambda file: file.write(b"\n".join([*lines, b""])), "the file")
+        except HarnessError as error:
+            rounds.step("abandoned", key, detail=str(error))
+            raise
         rounds.step("created", key, job="file %s" % runner.options.file)
     out("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
         len(lines), sum(len(request["batch"]) for request, _ in group), runner.options.file,
@@ -3726,30 +3852,35 @@ def emit_requests(runner: Runner, header: Mapping[str, Any], ledger: Ledger, out
 
 def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
-    raw = b"\n".join(map(read_whole, options.file))
+    raw = b"\n".join(without_bom(read_whole(path)) for path in options.file)
     keys = set(re.findall(r'"custom_id"\s*:\s*"([0-9a-f]{24})-\d+"', raw.decode("utf-8", "replace")))
     jobs: Dict[str, OpenJob] = {}
     runs: Dict[str, Dict[str, Any]] = {}
+    unanswered, options.workers = 0, 1
 
     def take(row: Mapping[str, Any]) -> None:
-        key = row.get("key") or str(row.get("custom_id")).rpartition("-")[0]
+        key = row["key"] if row["event"] == "job" else str(row.get("custom_id")).rpartition("-")[0]
         if row["event"] == "run":
             runs[row["run"]] = dict(row)
-        elif row["event"] == "job" and key in keys and "requests" in row:
+        elif row["event"] == "job" and key in keys and "requests" in row and row.get("engine") == "file":
             jobs[key] = OpenJob(row, {}, set())
         elif row["event"] == "attempt" and key in jobs:
             jobs[key].seen.add(row["custom_id"])
+    if not os.path.exists(options.ledger):
+        raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
     with contextlib.closing(Ledger(options.ledger)) as ledger:
         ledger.replay(take)
         jobs = {key: job for key, job in jobs.items() if job.intent["run"] in runs}
         requests = {name: request for job in jobs.values() for name, request in job.intent["requests"].items()}
         if not requests:
-            raise HarnessError("no line of %s has the custom id of a request on %s; check both names" % (
-                ", ".join(options.file), options.ledger))
+            raise HarnessError("no line of %s has the custom id of a request that `emit` put on %s; check both names"
+                               % (", ".join(options.file), options.ledger))
         client = Client("http://localhost", 1.0, [], "")                # never asked: it reads what others brought
         endpoint = Endpoint(client, APIS["chat"], {})
         reader = Jobs(client, endpoint, ENGINES["chat"])
         came = sorted_lines(raw, requests, reader.outcome)
+        if not came.outcomes:
+            raise HarnessError("%s holds no results; name the engine's output" % ", ".join(options.file))
         for job in jobs.values():
             run, mine = runs[job.intent["run"]], job.intent["requests"]
             task = load_task(run["task"], run["form"])
@@ -3758,16 +3889,17 @@ def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
             ledger.replay(state.apply)
             runner = Runner(task, model, [Pending(Sample(options.ledger, []), state, 1, options)], options)
             header = {name: value for name, value in run.items() if name not in LINE_MEMBERS}
-            rounds = Rounds(runner, header, ledger, say)
+            rounds = Rounds(runner, header.copy, ledger, say)
             with runner.lock:
                 rounds.take_in(job, Collected(
                     {name: outcome for name, outcome in came.outcomes.items() if name in mine}, came.unknown,
                     [name for name in came.repeated if name in mine]), "file %s" % ", ".join(options.file))
             came.unknown.clear()                                        # named once
+            unanswered += runner.tally["unanswered"]
             if runner.code:
                 return closing_words(runner, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
-    return DONE
+    return QUARANTINED_LEFT if unanswered else DONE
 
 
 def read_whole(path: str) -> bytes:
@@ -4813,6 +4945,7 @@ class Auditor:
         self.open: Set[str] = set()                                 # keys of jobs that are not collected
         self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
         self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
+        self._runs: Dict[str, Mapping[str, Any]] = {}
 
     def take(self, line: Line) -> None:
         """Check one line."""
@@ -4828,7 +4961,9 @@ class Auditor:
             self._count(row)
         elif row["event"] == "job":
             self._job(row)
-        elif row["event"] == "apply":
+        elif row["event"] not in ("failure", "apply"):
+            fault("a row of an unknown kind, %s" % shown(row["event"]))
+        if row["event"] == "apply":
             self.applied.update({(row["target"], name): word for word in OUTCOMES for name in row.get(word, [])})
         if row["event"] != "attempt" and "answers" in row:
             fault("a row of kind %s holds answers" % shown(row["event"]))
@@ -4842,7 +4977,7 @@ class Auditor:
         if task is not None and task.fingerprint != row["fingerprint"]:
             fault("the task of run %s has the fingerprint %s, not %s" % (
                 row["run"], task.fingerprint, row["fingerprint"]))
-        self.tasks[row["run"]] = task
+        self.tasks[row["run"]], self._runs[row["run"]] = task, row
         if type(row.get("items")) is int:
             self.frozen.setdefault(row["fingerprint"], {})[str(row.get("digest"))] = row["items"]
 
@@ -4853,19 +4988,28 @@ class Auditor:
             fault("no run row %s stands before it" % shown(row["run"]))
         elif task is not None and (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
             fault("it is of another task than its run (%s)" % row["task"])
-        elif task is not None and row["verdict"] == "ok":
-            self._accepted(row, task, fault)
+        elif row.get("arm") not in (range(len(self._runs[row["run"]].get("arms", []))) or [None]):
+            fault("its run has no arm %s" % row.get("arm"))
+        elif task is not None:
+            proof = rederived(row, task, bool(self._runs[row["run"]].get("strict_order")))
+            if row["verdict"] == "ok":
+                self._accepted(row, task, proof, fault)
+            elif "reply" in row and row["verdict"] not in ("refused", proof.code):
+                fault("its verdict is %s, and its reply is %s" % (row["verdict"], proof.code))
+        for name, sha in zip(row["batch"], row.get("text_sha", ())):
+            if name in self._texts and not self._texts[name].digest.startswith(sha):
+                fault("item %s: text_sha is not that of its text" % name)
         name = row.get("custom_id")
         if name is not None:
-            if name not in self.requests or self.requests[name]["batch"] != row["batch"]:
+            request = self.requests.get(name, {})
+            if request.get("batch") != row["batch"] or row.get("text_sha", request["text_sha"]) != request["text_sha"]:
                 fault("no job asked about these items under the custom id %s" % name)
             elif name in self._seen:
                 fault("the custom id %s stands on a second row" % name)
             self._seen.add(name)
 
-    def _accepted(self, row: Mapping[str, Any], task: Task, fault: Callable[[str], None]) -> None:
+    def _accepted(self, row: Mapping[str, Any], task: Task, proof: Any, fault: Callable[[str], None]) -> None:
         """An accepted row: derived from its reply, at most once, by the prompt that its texts give."""
-        proof = rederived(row, task)
         self.checked["derived"] += len(row["batch"])
         if proof.code != "ok":
             fault("accepted, and its reply is %s (%s)" % (proof.code, proof.detail))
@@ -4902,7 +5046,8 @@ class Auditor:
 
     def settle(self, history: History) -> None:
         """What shows only when all is read."""
-        self.faults += ["%s:%d: the line is damaged" % (self.path, number) for number in history.damaged]
+        self.faults += ["%s:%d: the line is damaged" % (self.path, number) for number in history.damaged
+                        if number not in history.closed]
         self.faults += ["%s:%d: it does not follow the line before (edited, removed or repeated)" % (self.path, number)
                         for number in history.broken]
         for (kind, name), numbers in self.numbers.items():
@@ -4950,7 +5095,8 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
         out(words)
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
         checked["derived"], checked["prompts"], len(faults)))
-    out("not to be seen on a ledger: that a rerun makes no call, and that the endpoint named its model truly%s" % (
+    out("not to be seen on a ledger: that a rerun makes no call, that the endpoint named its model truly, that no line "
+        "is gone from the end%s" % (
         "" if texts else "; without --input: that ids and prompts are those of the texts"))
     return QUARANTINED_LEFT if faults else DONE
 
@@ -4963,7 +5109,7 @@ class Decided(NamedTuple):
 
     name: str                           # the item's id
     values: Tuple[Any, ...]             # of the columns to set, as SQLite takes them
-    mark: str                           # run and batch that decided
+    mark: str                           # run and batch that decided, and the item
     source: Optional[str]               # the caller's key of the first row with the text
 
 
@@ -4974,7 +5120,8 @@ class Table:
         import sqlite3
         import urllib.parse
         self.text, self.key, self.rubric = options.text_field or "text", options.id_field or "id", options.rubric_column
-        self.batch, self.version, self.name = options.batch_column, task.rubric_version, options.table
+        self.batch, self.name = options.batch_column, options.table
+        self.version = as_cell(task.rubric_version, "rubric_version")
         self.fields = dict(options.set or [(name, name) for name in task.fields])      # column -> field
         unknown = sorted(set(self.fields.values()) - set(task.fields))
         if unknown:
@@ -4999,25 +5146,30 @@ class Table:
             raise HarnessError("table %s has no column %s, or one has two uses; it has %s: map with --text-field, "
                                "--id-field, --batch-column, --rubric-column, --set COLUMN=FIELD" % (
                                    self.name, ", ".join(absent) or "of its own for each", ", ".join(columns)))
-        self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in columns), "")
+        taken = {name.lower() for name in columns}
+        self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
         try:
             self.base.execute("SELECT %s FROM %s LIMIT 1" % (self.row, quoted(self.name)))
         except sqlite3.Error:
             raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
 
-    def chunk(self, after: int) -> List[Tuple[Any, ...]]:
+    def chunk(self, after: float) -> List[Tuple[Any, ...]]:
         """The next rows, as (rowid, text, key, rubric, batch, values...)."""
+        import sqlite3
         columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
-        return self.base.execute("SELECT %s FROM %s WHERE %s > ? ORDER BY %s LIMIT %d" % (
+        rows = self.base.execute("SELECT %s FROM %s WHERE %s > ? ORDER BY %s LIMIT %d" % (
             ", ".join(columns), quoted(self.name), self.row, self.row, CHUNK), (after,)).fetchall()
+        if rows and not after < rows[0][0] <= rows[-1][0]:
+            raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
+        return rows
 
     def update(self, row: int, text: str, decided: Decided) -> bool:
         """Write one decision, where the row's text and rubric still allow it; whether they did."""
         sets, values = [*self.fields, self.batch], [*decided.values, decided.mark]
-        where, bounds = "%s = ? AND %s IS ?" % (self.row, quoted(self.text)), [row, text]
+        where, bounds = "%s = ? AND %s IS ? COLLATE BINARY" % (self.row, quoted(self.text)), [row, text]
         if self.rubric is not None:
             sets, values = [*sets, self.rubric], [*values, self.version]
-            where += " AND coalesce(%s, ?) <= ?" % quoted(self.rubric)
+            where += " AND CAST(coalesce(%s, ?) AS INTEGER) <= ?" % quoted(self.rubric)
             bounds += [self.version, self.version]
         done = self.base.execute("UPDATE %s SET %s WHERE %s" % (
             quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), where), [*values, *bounds])
@@ -5048,7 +5200,7 @@ def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, De
                     _, answer = standing(row, sha)
                     fields = {"answer": answer} if task.bare else answer
                     values = tuple(as_cell(fields[field], name) for field in columns.values())
-                    found[sha] = Decided(name, values, "%s/%s" % (row["run"], row["batch_id"]),
+                    found[sha] = Decided(name, values, "%s/%s/%s" % (row["run"], row["batch_id"], name),
                                          None if source is None else str(source))
     replay(path, take)
     return found
@@ -5065,14 +5217,16 @@ def as_cell(value: Any, name: str) -> Any:
 class Applier:
     """Walks a table in transactions, and finds for each answered item what came of it."""
 
-    def __init__(self, table: Table, found: Mapping[str, Decided], limit: Optional[int], dry: bool) -> None:
-        self.table, self.found, self._left, self._dry = table, found, math.inf if limit is None else limit, dry
+    def __init__(self, table: Table, found: Mapping[str, Decided], known: Set[str],
+                 options: argparse.Namespace) -> None:
+        self.table, self.found, self._left, self._dry = table, found, options.limit or math.inf, options.dry_run
+        self._known = known                             # items that the ledger says were applied
         self._by_source = {decided.source: sha for sha, decided in found.items() if decided.source is not None}
         self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
         self.written = 0                                # rows
         self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
 
-    def chunk(self, after: int) -> Optional[int]:
+    def chunk(self, after: float) -> Optional[int]:
         """Decide the next rows, in one transaction; the last of them, or None where there is none."""
         base = self.table.base
         base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
@@ -5094,10 +5248,11 @@ class Applier:
             known = self._by_source.get(str(key))
             if known is not None:
                 self._note(known, "stale_text")
-        elif batch == decided.mark and not any(
+        elif self._before(decided, batch) and not any(
                 now is None and value is not None for now, value in zip(values, decided.values)):
-            self._note(sha, "applied")                  # before; what a person changed since stays as it is
-        elif version is not None and rubric is not None and not (type(rubric) is int and rubric <= version):
+            self._note(sha, "applied")                  # what a person changed since stays as it is
+        elif version is not None and rubric is not None and not (
+                re.match(r"-?\d+(\.0)?\Z", str(rubric)) and int(float(rubric)) <= version):
             self._note(sha, "stale_rubric")
         elif not self._left:
             self.left_out.add(sha)
@@ -5107,6 +5262,10 @@ class Applier:
             self._note(sha, "applied")
         else:
             self._note(sha, "stale_text")
+
+    def _before(self, decided: Decided, batch: Any) -> bool:
+        """Whether a row's mark says that this was written; a mark of another stage on the same text says so, too."""
+        return batch == decided.mark or (decided.name in self._known and str(batch).endswith("/" + decided.name))
 
     def _note(self, sha: str, outcome: str) -> None:
         before = self.outcomes.get(sha, outcome)
@@ -5133,8 +5292,9 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
         except sqlite3.Error as error:
             raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
         stack.callback(table.base.close)
-        applier = Applier(table, decisions(options.ledger, task, table.fields), options.limit, options.dry_run)
-        after: Optional[int] = -(1 << 63)
+        found = decisions(options.ledger, task, table.fields)
+        applier = Applier(table, found, {name for name, outcome in known.items() if outcome == "applied"}, options)
+        after: Optional[float] = -math.inf
         try:
             while after is not None:
                 after = applier.chunk(after)
@@ -5166,6 +5326,94 @@ def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task:
         ledger.append(row_parts({"event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint,
                                  "target": target, **news}))
         ledger.sync()
+
+
+# ====================================================================================================================
+# DRILL.  Every fault of real models at once, offline, on this machine: what is refused, what is rescued, and that no
+# wrong answer is accepted but those that no check of shape can see.
+# ====================================================================================================================
+
+DRILL_SIZE, DRILL_RATE = 5, 0.02        # items a prompt; how often each fault comes
+SEEN_BY_NONE = "swap"                   # contents exchanged under right ids
+
+
+class Drill:
+    """Asks the demo model about many items, and knows the right answers."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        self._labels = ["good", "bad", "neither"]
+        self.task = load_task({"instruction": "Good, bad or neither?", "fields": {"answer": {"enum": self._labels}}})
+        rates = ",".join("%s=%g" % (name, DRILL_RATE) for name in DEMO_FAULTS)
+        self._model = Demo(self.task, "%s,seed=%d" % (rates, seed))
+        self.items = [Item("drill %d, text number %d" % (seed, number)) for number in range(count)]
+        self.calls: Counter[str] = collections.Counter()        # by fault, and then what came of them
+        self.refused: Counter[str] = collections.Counter()
+        self.rescued: Counter[str] = collections.Counter()
+        self.wrong: Counter[str] = collections.Counter()        # answers
+        self.answered: Set[str] = set()
+
+    def run(self, ledger: Ledger) -> None:
+        """Ask everything, by the same policy and onto a ledger of the same kind as any run."""
+        ledger.append(row_parts(compact({
+            "event": "run", "at": timestamp(), "run": "drill", "model": "demo", "fingerprint": self.task.fingerprint,
+            "task": self.task.document(), "form": "list", "items": len(self.items), "digest": "drill"})))
+        for batch in batches(self.items, DRILL_SIZE):
+            failed: List[Tuple[List[str], Ask]] = []
+            steps = plan(batch)
+            asks = next(steps)
+            while asks:
+                asks = advance(steps, [self._ask(ask, failed, ledger) for ask in asks])
+            for faults, ask in failed:
+                self.rescued.update(faults if self.answered.issuperset(ask.ids) else ())
+        ledger.sync()
+
+    def _ask(self, ask: Ask, failed: List[Tuple[List[str], Ask]], ledger: Ledger) -> str:
+        prompt = build_prompt(ask.items, self.task)
+        reply = self._model(prompt, {})
+        verdict = validate(ask.items, reply, self.task)
+        ledger.append(row_parts(attempt_row(ask, reply, verdict, self.task, {
+            "at": timestamp(), "run": "drill", "ms": 0, "prompt_sha": prompt_digest(prompt)})))
+        faults = [name for name in self._model.faults if name != SEEN_BY_NONE or len(ask.items) > 1]
+        self.calls.update(faults)
+        if verdict.code != "ok":
+            self.refused.update(faults)
+            failed.append((faults, ask))
+        self.answered.update(verdict.answers)
+        wrong = sum(verdict.answers[item.id] != self._labels[int(item.digest[:8], 16) % 3] for item in ask.items
+                    if item.id in verdict.answers)
+        for name in [SEEN_BY_NONE] if SEEN_BY_NONE in faults else faults:
+            self.wrong[name] += wrong
+        return verdict.code
+
+
+def command_drill(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Show what the checks refuse, what the plan rescues, and what only a person can see."""
+    import random
+    import tempfile
+    seed = random.randrange(10 ** 6) if options.seed is None else options.seed
+    drill = Drill(options.items, seed)
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "drill.jsonl")
+        with contextlib.closing(Ledger(path)) as ledger:
+            ledger.replay(lambda row: None)
+            drill.run(ledger)
+        auditor = Auditor(path, {item.id: item for item in drill.items})
+        auditor.settle(replay(path, auditor.take))
+    out("%d items, %d a prompt, every fault in %.0f %% of calls (--seed %d repeats it)\n" % (
+        len(drill.items), DRILL_SIZE, 100 * DRILL_RATE, seed))
+    out("%-9s %7s %8s %8s %14s" % ("fault", "calls", "refused", "rescued", "wrong answers"))
+    for name in DEMO_FAULTS:
+        out("%-9s %7d %8d %8d %14d%s" % (name, drill.calls[name], drill.refused[name], drill.rescued[name],
+                                       drill.wrong[name], "  see below" * (name == SEEN_BY_NONE)))
+    wrong = sum(drill.wrong.values()) - drill.wrong[SEEN_BY_NONE]
+    out("\n%d of %d items answered; wrong answers accepted that a check of shape could have seen: %d" % (
+        len(drill.answered), len(drill.items), wrong))
+    out("audit of its ledger: %d answers derived from their replies again, %d things do not hold" % (
+        auditor.checked["derived"], len(auditor.faults)))
+    out("swap: the model wrote the answer to one text under the id of another. Every id is right, so that no check of "
+        "shape can see it: %d answers passed. What finds it is `trial` (the answers differ from those at size 1) and "
+        "reading a hundred answers beside their texts (`report --html`)." % drill.wrong[SEEN_BY_NONE])
+    return QUARANTINED_LEFT if wrong or auditor.faults else DONE
 
 
 # ====================================================================================================================
@@ -5215,133 +5463,129 @@ PARAMETER = checked(r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
                     lambda name, value: (name, REPLY_JSON.decode(value)))
 
 
+COMMANDS = {
+    "run": "ask about every item that has no answer yet", "trial": "ask a sample at several batch sizes, to compare",
+    "emit": "write the requests to a file, for another engine", "collect": "take in that engine's results",
+    "report": "what the calls on ledgers came to, and which size is safe", "explain": "all that is known of one item",
+    "export": "join the answers to the input, in its order", "audit": "check every line of ledgers, and the numbers",
+    "apply": "write answers into a table of SQLite", "drill": "every fault at once, offline: what is refused"}
+YES: Dict[str, Any] = {"action": "store_true"}
+MANY: Dict[str, Any] = {"action": "append", "default": []}
+ASKING, READING = "run trial emit", "report explain audit"
+OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -> (commands, option, help, the rest)
+    "ledger": [
+        (ASKING + " collect explain apply", "--ledger", "default %(default)s", dict(default=LEDGER, metavar="FILE")),
+        ("report export audit", "--ledger", "one or several (default %s)" % LEDGER,
+         dict(nargs="+", action="extend", metavar="FILE"))],
+    "input": [
+        (ASKING + " export", "--input", "JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin",
+         dict(required=True, metavar="FILE")),
+        (READING, "--input", "where the texts are", dict(metavar="FILE")),
+        *((ASKING + " export " + READING, *row) for row in (
+            ("--input-format", "default: by the file's ending", dict(choices=sorted(READERS))),
+            ("--text-field", "field or column of the text (default text)", dict(metavar="NAME")),
+            ("--id-field", "field of your own key (default id, where there is one)", dict(metavar="NAME")),
+            ("--template", "text made of fields: '$title: ${long name}'", dict(metavar="TEXT")),
+            ("--table", "table of an SQLite file", dict(metavar="NAME")),
+            ("--query", "query on an SQLite file", dict(metavar="SQL")),
+            ("--skip-bad", "go on without bad rows", YES),
+            ("--id-length", "hex digits of an id (default 12)", dict(type=DIGITS, default=ID_LENGTH, metavar="N")))),
+        (ASKING, "--shard", "ask the I-th of N parts, by the texts' ids",
+         dict(type=SHARD, default=(1, 1), metavar="I/N"))],
+    "task and model": [(ASKING, *row) for row in (
+        ("--instruction", "what to say of each text", dict(metavar="TEXT")),
+        ("--labels", "the closed list of answers", dict(metavar="A,B,C")),
+        ("--stage", "name of this pass (default main)", dict(metavar="NAME")),
+        ("--task", "instruction, fields, rubric version and stage in a file", dict(metavar="FILE.json")),
+        ("--model", CHOICES, dict(metavar="PROVIDER:NAME")),
+        ("--base-url", "of an endpoint of OpenAI's form, with its /v1", dict(metavar="URL")),
+        ("--api-key-env", "variable that holds the key", dict(metavar="NAME")),
+        ("--param", "add to each request", dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
+        ("--timeout", "for one call (default 300s)", dict(type=SECONDS, default=300.0, metavar="DURATION")),
+        ("--max-tokens", "of one reply, under the name the provider has for it", dict(type=POSITIVE, metavar="N")),
+        ("--structured", "ask the endpoint for one object keyed by id, held to a schema", YES),
+        ("--api-version", "of anthropic's API", dict(metavar="DATE", type=checked(
+            r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str))),
+        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=POSITIVE, metavar="N")),
+        ("--rpm", "calls a minute, at most", dict(type=POSITIVE, metavar="N")))],
+    "batches and policy": [
+        ("run emit", "--batch-size", "items a prompt (default 1)", dict(type=POSITIVE, default=1, metavar="N")),
+        ("trial", "--sizes", "batch sizes, one arm each (default 1,1,2)",
+         dict(type=SIZES, default=[1, 1, 2], metavar="A,B,..")),
+        ("trial", "--sample", "items, the same on every machine (default 300)",
+         dict(type=POSITIVE, default=300, metavar="N")),
+        *((ASKING, *row) for row in (
+            ("--batch-chars", "characters of text a prompt, at most", dict(type=POSITIVE, metavar="N")),
+            ("--order", "strict: place i must hold id i", dict(choices=("set", "strict"), default="set")),
+            ("--attempts", "how often a batch is asked (default 2)", dict(type=POSITIVE, default=2, metavar="N")),
+            ("--on-failure", "what follows (default single)",
+             dict(choices=("single", "split", "exclude"), default="single")),
+            ("--retry-param", "change the request from the second attempt on",
+             dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
+            ("--max-calls", "make at most N calls now", dict(type=POSITIVE, metavar="N")),
+            ("--deadline", "begin no call after this time", dict(type=SECONDS, metavar="DURATION")))),
+        ("run emit", "--retry-quarantined", "ask quarantined items again, each alone", YES),
+        ("run emit apply", "--limit", "at most N items (apply: rows) now", dict(type=POSITIVE, metavar="N")),
+        (ASKING + " apply", "--dry-run", "call and write nothing; show the counts, and the first prompt", YES),
+        ("run", "--baseline", "another ledger that shows what the model does at size 1", dict(metavar="LEDGER"))],
+    "batch jobs": [
+        ("run", "--batch-api", "send the calls through the provider's batch engine", YES),
+        ("run", "--finish", "how later rounds go (default jobs)", dict(choices=("jobs", "online"), default="jobs")),
+        ("run", "--no-wait", "leave as soon as jobs are submitted (exit code 4)", YES),
+        ("run", "--adopt", "this job is the one that may have been made", dict(metavar="JOB")),
+        ("run emit", "--abandon", "never mind the results of this job: its items are asked again",
+         dict(metavar="JOB")),
+        ("emit", "file", "the requests, in OpenAI's batch form", dict(metavar="FILE")),
+        ("collect", "file", "results, in OpenAI's batch form", dict(nargs="+", metavar="FILE"))],
+    "reading": [
+        ("explain", "id", "an id, the beginning of one, or your own key of its first row", dict(metavar="ID")),
+        ("report", "--max-failure", "of first passes (default 0.05)", dict(type=SHARE, default=0.05, metavar="P")),
+        ("report", "--margin", "of answers that may differ beyond the floor (default 0.02)",
+         dict(type=SHARE, default=0.02, metavar="P")),
+        ("report", "--gold-field", "field of the input that holds the right answer", dict(metavar="NAME")),
+        ("report", "--fail-unless-safe", "exit 1 unless size K is safe", dict(type=POSITIVE, metavar="K")),
+        ("report", "--html", "also as one page, with the first texts and answers (--input)", dict(metavar="FILE")),
+        ("report", "--json", "as data", YES),
+        ("export", "--output", ".csv for CSV, else JSONL (default stdout)", dict(default="-", metavar="FILE")),
+        ("export", "--raw-csv", "leave cells that a spreadsheet would run as they are", YES),
+        ("export apply", "--stage", "whose answers, where the ledger holds several tasks", dict(metavar="NAME")),
+        ("export apply", "--fingerprint", "whose answers, by the task's fingerprint", dict(metavar="HEX")),
+        ("drill", "--items", "default 6000", dict(type=POSITIVE, default=6000, metavar="N")),
+        ("drill", "--seed", "of an earlier drill", dict(type=checked("([0-9]{1,9})", "a number", int), metavar="N"))],
+    "table": [("apply", *row) for row in (
+        ("--database", "of SQLite", dict(required=True, metavar="FILE")),
+        ("--table", "whose rows are written", dict(required=True, metavar="NAME")),
+        ("--text-field", "column that holds the text (default text)", dict(metavar="COLUMN")),
+        ("--id-field", "column that holds your own key (default id)", dict(metavar="COLUMN")),
+        ("--batch-column", "takes RUN/BATCH/ITEM, which decided", dict(required=True, metavar="COLUMN")),
+        ("--rubric-column", "holds the rubric version that decided last, and takes the new one",
+         dict(metavar="COLUMN")),
+        ("--set", "which column takes which field (default: those of the same name)", dict(
+            MANY, metavar="COLUMN=FIELD", type=checked("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair))))],
+}
+
+
 def parser() -> Parser:
-    """The command line."""
+    """The command line: what OPTIONS says, for each of COMMANDS."""
     codes = "; ".join("%d %s" % entry for entry in EXITS.items())
     top = Parser(prog="batch_harness", allow_abbrev=False, description="Ask a language model about many short texts, "
                  "and keep only answers that prove whose they are. Without a command: run.",
                  epilog="Each command has its own --help. Exit codes: " + codes)
     top.add_argument("--version", action="version", version="batch_harness " + __version__)
-    commands = top.add_subparsers(dest="command", parser_class=Parser)
-    run = commands.add_parser("run", help="ask about every item that has no answer yet", allow_abbrev=False)
-    trial = commands.add_parser("trial", help="ask a sample at several batch sizes, to compare", allow_abbrev=False)
-    emit = commands.add_parser("emit", help="write the requests to a file, for another engine", allow_abbrev=False)
-    collect = commands.add_parser("collect", help="take in that engine's results", allow_abbrev=False)
-    explain = commands.add_parser("explain", help="all that the ledger holds about one item", allow_abbrev=False)
-    report_ = commands.add_parser("report", help="what the calls on a ledger came to", allow_abbrev=False)
-    audit = commands.add_parser("audit", help="check every line of a ledger, and the numbers", allow_abbrev=False)
-    apply_ = commands.add_parser("apply", help="write answers into a table of SQLite", allow_abbrev=False)
-    export_ = commands.add_parser("export", help="join the answers to the input, in its order", allow_abbrev=False)
-    for command in (report_, export_, audit):
-        command.add_argument("--ledger", nargs="+", action="extend", metavar="FILE",
-                             help="one or several (default %s)" % LEDGER)
-    report_.add_argument("--max-failure", type=SHARE, default=0.05, metavar="P", help="of first passes (default 0.05)")
-    report_.add_argument("--margin", type=SHARE, default=0.02, metavar="P",
-                         help="of answers that may differ beyond the floor (default 0.02)")
-    report_.add_argument("--html", metavar="FILE", help="also as one page, with the first texts and answers (--input)")
-    report_.add_argument("--gold-field", metavar="NAME", help="field of the input that holds the right answer")
-    report_.add_argument("--fail-unless-safe", type=POSITIVE, metavar="K", help="exit 1 unless size K is safe")
-    for command in (run, trial, emit, collect, explain, apply_):
-        command.add_argument("--ledger", default=LEDGER, metavar="FILE", help="default %(default)s")
-    for command in (run, trial, emit):
-        add = _add_input(command)
-        add("--shard", type=SHARD, default=(1, 1), metavar="I/N", help="ask the I-th of N parts, by the texts' ids")
-    _add_input(export_)
-    _add_input(explain, required=False)
-    _add_input(report_, required=False)
-    _add_input(audit, required=False)
-    _add_apply(apply_)
-    explain.add_argument("id", metavar="ID", help="an id, the beginning of one, or your own key of its first row")
-    _add_run(run)
-    _add_run(emit)
-    add = _add_run(trial)
-    add("--sizes", type=SIZES, default=[1, 1, 2], metavar="A,B,..", help="batch sizes, one arm each (default 1,1,2)")
-    add("--sample", type=POSITIVE, default=300, metavar="N", help="items, the same on every machine (default 300)")
-    trial.set_defaults(batch_size=1, limit=None, retry_quarantined=False, abandon=None)
-    for command in (run, emit):
-        add = command.add_argument_group("of a run").add_argument
-        add("--batch-size", type=POSITIVE, default=1, metavar="N", help="items a prompt (default 1)")
-        add("--retry-quarantined", action="store_true", help="ask quarantined items again, each alone")
-        add("--limit", type=POSITIVE, metavar="N", help="ask at most N items now")
-        add("--abandon", metavar="JOB", help="never mind the results of this job: its items are asked again")
-    emit.add_argument("file", metavar="FILE", help="the requests, in OpenAI's batch form")
-    collect.add_argument("file", nargs="+", metavar="FILE", help="results, in OpenAI's batch form")
-    collect.set_defaults(attempts=2, on_failure="single", retry_param=[], workers=1, rpm=None, deadline=None,
-                         limit=None, order="set")
-    for command in (emit, trial):
-        command.set_defaults(batch_api=False, no_wait=False, finish="jobs", adopt=None, baseline=None)
-    add = run.add_argument_group("by batch jobs").add_argument
-    add("--batch-api", action="store_true", help="send the calls through the provider's batch engine")
-    add("--finish", choices=("jobs", "online"), default="jobs", help="how later rounds go (default jobs)")
-    add("--no-wait", action="store_true", help="leave as soon as jobs are submitted (exit code 4)")
-    add("--adopt", metavar="JOB", help="this job is the one that may have been made")
-    add = run.add_argument_group("of a run alone").add_argument
-    add("--baseline", metavar="LEDGER", help="another ledger that shows what the model does at size 1")
-    report_.add_argument("--json", action="store_true", help="as data")
-    export_.add_argument("--output", default="-", metavar="FILE", help=".csv for CSV, else JSONL (default stdout)")
-    export_.add_argument("--raw-csv", action="store_true", help="leave cells that a spreadsheet would run as they are")
-    for command in (export_, apply_):
-        command.add_argument("--stage", metavar="NAME", help="whose answers, where the ledger holds several tasks")
-        command.add_argument("--fingerprint", metavar="HEX", help="whose answers, by the task's fingerprint")
+    commands = top.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
+    parsers = {name: commands.add_parser(name, help=words, allow_abbrev=False) for name, words in COMMANDS.items()}
+    rows = [(title, row) for title, group in OPTIONS.items() for row in group]
+    # What a command has no option for has its default there all the same, so that one function can serve several.
+    unset = {row[1].lstrip("-").replace("-", "_"): row[3].get("default", False if row[3] is YES else None)
+             for _, row in rows}
+    for name, command in parsers.items():
+        groups: Dict[str, Any] = {}
+        for title, (names, option, words, more) in rows:
+            if name in names.split():
+                group = groups.get(title) or groups.setdefault(title, command.add_argument_group(title))
+                group.add_argument(option, help=words, **more)
+        command.set_defaults(**{dest: default for dest, default in unset.items() if command.get_default(dest) is None})
     return top
-
-
-def _add_input(command: Parser, required: bool = True) -> Callable[..., Any]:
-    add = command.add_argument_group("input").add_argument
-    add("--input", required=required, metavar="FILE", help="JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin")
-    add("--input-format", choices=sorted(READERS), help="default: by the file's ending")
-    add("--text-field", metavar="NAME", help="field or column of the text (default text)")
-    add("--id-field", metavar="NAME", help="field of your own key (default id, where there is one)")
-    add("--template", metavar="TEXT", help="text made of fields: '$title: ${long name}'")
-    add("--table", metavar="NAME", help="table of an SQLite file")
-    add("--query", metavar="SQL", help="query on an SQLite file")
-    add("--skip-bad", action="store_true", help="go on without bad rows")
-    add("--id-length", type=DIGITS, default=ID_LENGTH, metavar="N", help="hex digits of an id (default 12)")
-    return add
-
-
-def _add_run(command: Parser) -> Callable[..., Any]:
-    add = command.add_argument_group("task and model").add_argument
-    add("--instruction", metavar="TEXT", help="what to say of each text")
-    add("--labels", metavar="A,B,C", help="the closed list of answers")
-    add("--stage", metavar="NAME", help="name of this pass (default main)")
-    add("--task", metavar="FILE.json", help="instruction, fields, rubric version and stage in a file")
-    add("--model", metavar="PROVIDER:NAME", help=CHOICES)
-    add("--base-url", metavar="URL", help="of an endpoint of OpenAI's form, with its /v1")
-    add("--api-key-env", metavar="NAME", help="variable that holds the key")
-    add("--param", type=PARAMETER, action="append", default=[], metavar="NAME=JSON", help="add to each request")
-    add("--timeout", type=SECONDS, default=300.0, metavar="DURATION", help="for one call (default 300s)")
-    add("--max-tokens", type=POSITIVE, metavar="N", help="of one reply, under the name the provider has for it")
-    add("--structured", action="store_true", help="ask the endpoint for one object keyed by id, held to a schema")
-    add("--api-version", type=checked(r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str), metavar="DATE",
-        help="of anthropic's API")
-    add("--workers", type=POSITIVE, metavar="N", help="calls in flight (default 4; 1 for a model on this machine)")
-    add("--rpm", type=POSITIVE, metavar="N", help="calls a minute, at most")
-    add = command.add_argument_group("batches and policy").add_argument
-    add("--batch-chars", type=POSITIVE, metavar="N", help="characters of text a prompt, at most")
-    add("--order", choices=("set", "strict"), default="set", help="strict: place i must hold id i")
-    add("--attempts", type=POSITIVE, default=2, metavar="N", help="how often a batch is asked (default 2)")
-    add("--on-failure", choices=("single", "split", "exclude"), default="single", help="what follows (default single)")
-    add("--retry-param", type=PARAMETER, action="append", default=[], metavar="NAME=JSON",
-        help="change the request from the second attempt on")
-    add("--max-calls", type=POSITIVE, metavar="N", help="make at most N calls now")
-    add("--deadline", type=SECONDS, metavar="DURATION", help="begin no call after this time")
-    add("--dry-run", action="store_true", help="show the first prompt and the counts; call nothing")
-    return add
-
-
-def _add_apply(command: Parser) -> None:
-    add = command.add_argument
-    add("--database", required=True, metavar="FILE", help="of SQLite")
-    add("--table", required=True, metavar="NAME")
-    add("--text-field", metavar="COLUMN", help="that holds the text (default text)")
-    add("--id-field", metavar="COLUMN", help="that holds your own key (default id)")
-    add("--batch-column", required=True, metavar="COLUMN", help="takes RUN/BATCH, which decided")
-    add("--rubric-column", metavar="COLUMN", help="holds the rubric version that decided last, and takes the new one")
-    add("--set", type=checked("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair), action="append", default=[],
-        metavar="COLUMN=FIELD", help="which column takes which field (default: those of the same name)")
-    add("--limit", type=POSITIVE, metavar="N", help="write at most N rows now")
-    add("--dry-run", action="store_true", help="write nothing; say what would be written")
 
 
 def input_spec(options: argparse.Namespace) -> InputSpec:
@@ -5358,7 +5602,7 @@ def input_spec(options: argparse.Namespace) -> InputSpec:
             raise HarnessError("--template names no field, or has a $ that names none; write $name, ${any name} or $$")
     table = options.table and 'SELECT * FROM "%s"' % options.table.replace('"', '""')
     return InputSpec(options.input, options.input_format, options.text_field or "text", options.id_field, template,
-                     options.query or table, getattr(options, "shard", (1, 1)))
+                     options.query or table, options.shard)
 
 
 def chosen_task(options: argparse.Namespace) -> Task:
@@ -5405,18 +5649,19 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     check_twice("--retry-param", options.retry_param)
     model = open_model(options, task)
     options.workers = options.workers or model.workers
-    if os.path.realpath(options.ledger) in map(os.path.realpath, filter(None, (options.input, options.task))):
-        raise HarnessError("--ledger names the --input or --task file; name another ledger")
-    if getattr(options, "baseline", None) is not None:
+    files = [os.path.realpath(path) for path in (options.ledger, options.input, options.task) if path]
+    files += [os.path.realpath(options.file)] if options.command == "emit" else []
+    if len(set(files)) < len(files):
+        raise HarnessError("--ledger, --input, --task or the file of `emit` name one file; name another")
+    if options.baseline is not None:
         replay(options.baseline, lambda line: None)         # refused here, before anything is made, where it is none
     sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
     with contextlib.ExitStack() as stack:
         source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task, sizes[0][0])
-        rows = counted(source.rows(), seen, lambda row: "good" if row.error is None else "bad")
-        read, items = state.freeze(good_rows(rows, source.name, options.skip_bad))
+        read, items = state.freeze(good_rows(source.rows(), source.name, options.skip_bad, seen))
         check_collision(source, state, options.id_length)       # before the ledger is made: bad input leaves no trace
         asked: Union[Source, Sample] = source
-        frozen, ledger = Frozen(read, items, seen["bad"], state.digest(options.id_length)), None
+        frozen, ledger = Frozen(read, items, seen["bad"]), None
         if options.command == "trial":
             # Digests are as good as drawn: the least of them are the same sample on every machine.
             state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
@@ -5424,6 +5669,8 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
             asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))    # as good as shuffled
         arms = [Pending(asked, state if state.arm == arm else State(task, arm, state.status), size, options)
                 for arm, size in sizes]
+
+        known = len(state.status)
 
         def take(row: Mapping[str, Any]) -> None:
             for pending in arms:
@@ -5433,14 +5680,9 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
             ledger.replay(take)
         elif os.path.exists(options.ledger):
             replay(options.ledger, lambda line: take(line.row or {}))
-        check_collision(source, state, options.id_length)
-        if options.command == "trial" and state.sizes not in (None, options.sizes):
-            raise HarnessError("this ledger holds a trial of this task at --sizes %s; go on with these, or name another"
-                               " --ledger" % ",".join(map(str, state.sizes or ())))
-        kinds = ("demo", "real") if state.demo else ("real", "demo")
-        if state.demo is not None and state.demo is not is_demo(model.name):
-            raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
-                               % (kinds[0], model.name, kinds[1]))
+        if len(state.status) > known:                           # the ledger has brought other texts
+            check_collision(source, state, options.id_length)
+        check_ledger(options, model, state)
         check_jobs(options, model, state)
         runner = Runner(task, model, arms, options)
         if ledger is not None:
@@ -5450,6 +5692,17 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
             out(build_prompt(flight.first[0][1].items, task) + "\n")
         out("%s\ndry run: nothing %s" % (outlook(runner, frozen), "is pending" if flight is None else "was called"))
         return DONE
+
+
+def check_ledger(options: argparse.Namespace, model: Model, state: State) -> None:
+    """HarnessError when a ledger holds what cannot be gone on with."""
+    if options.command == "trial" and state.sizes not in (None, options.sizes):
+        raise HarnessError("this ledger holds a trial of this task at --sizes %s; go on with these, or name another"
+                           " --ledger" % ",".join(map(str, state.sizes or ())))
+    kinds = ("demo", "real") if state.demo else ("real", "demo")
+    if state.demo is not None and state.demo is not is_demo(model.name):
+        raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
+                           % (kinds[0], model.name, kinds[1]))
 
 
 def check_jobs(options: argparse.Namespace, model: Model, state: State) -> None:
@@ -5462,6 +5715,9 @@ def check_jobs(options: argparse.Namespace, model: Model, state: State) -> None:
     for word in ("no_wait", "adopt", "abandon"):
         if getattr(options, word) and not kind:
             raise HarnessError("--%s is about batch jobs; say --batch-api, too" % word.replace("_", "-"))
+    for key in state.lost:
+        raise HarnessError("the ledger holds the steps of a job, key %s, and what it was to ask is damaged or gone; go "
+                           "back to a copy of the ledger, or take another --ledger" % key)
     ways = {"file": "`collect` its results, or `emit` with --abandon %s",
             "provider": "say --batch-api, alone or with --abandon %s"}
     for key, job in state.jobs.items():
@@ -5530,15 +5786,7 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         say_baseline(state, task, model, options, say)
     if options.instruction is None and options.task is None:
         say("no --instruction given; asking: " + task.instruction)
-    asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
-    header = {
-        "model": model.name, "host": model.host, "stage": task.stage, "fingerprint": task.fingerprint,
-        "task": task.document(), "form": task.form, "params": model.params, "api_version": model.api_version,
-        "arms": None if state.arm is None else [pending.size for pending in runner.arms],
-        **{name: getattr(options, name) for name in asked}, "policy": runner.arms[0].policy._asdict(),
-        "strict_order": options.order == "strict", "retry_params": runner.retry_params,
-        "input": runner.arms[0].source.name, **frozen._asdict(), "harness": __version__,
-        "shard": "%d/%d" % options.shard if options.shard != (1, 1) else None, "python": sys.version.split()[0]}
+    header = functools.partial(run_header, runner, frozen)
     if options.command == "emit":
         return emit_requests(runner, header, ledger, out)
     if options.batch_api:
@@ -5557,6 +5805,21 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         same = set(state.answered_by) <= {(model.name, runner.arms[0].size)}
         out("nothing to do: " + summary + ("" if same else words % ", ".join(by)))
     return closing_words(runner, answered, quarantined, out)
+
+
+def run_header(runner: Runner, frozen: Frozen) -> Dict[str, Any]:
+    """The members of a run's own row."""
+    options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
+    asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
+    return {
+        "model": model.name, "host": model.host, "stage": task.stage, "fingerprint": task.fingerprint,
+        "task": task.document(), "form": task.form, "params": model.params, "api_version": model.api_version,
+        "arms": None if state.arm is None else [pending.size for pending in runner.arms],
+        **{name: getattr(options, name) for name in asked}, "policy": runner.arms[0].policy._asdict(),
+        "strict_order": options.order == "strict", "retry_params": runner.retry_params,
+        "input": runner.arms[0].source.name, **frozen._asdict(), "digest": state.digest(options.id_length),
+        "shard": "%d/%d" % options.shard if options.shard != (1, 1) else None, "harness": __version__,
+        "python": sys.version.split()[0]}
 
 
 def say_baseline(state: State, task: Task, model: Model, options: argparse.Namespace, say: Speaker) -> None:
@@ -5634,7 +5897,8 @@ def command_export(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     tally: Counter[str] = collections.Counter()
     with contextlib.closing(Source(input_spec(options))) as source:
         if not options.skip_bad:
-            collections.deque(good_rows(source.rows(), source.name, False), maxlen=0)       # refuses bad rows
+            bad = good_rows(source.rows(), source.name, False, collections.Counter())
+            collections.deque(bad, maxlen=0)                    # refuses bad rows
         rows = exported(source, task, ledgers, options.id_length)
         export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
     target = "standard output" if options.output == "-" else options.output
@@ -5658,7 +5922,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         options = parser().parse_args(words)
         command = {"report": command_report, "explain": command_explain, "export": command_export,
-                   "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(
+                   "collect": command_collect, "audit": command_audit, "apply": command_apply,
+                   "drill": command_drill}.get(
             options.command, command_run)
         code = command(options, say, out)
         if out.full:

@@ -800,6 +800,11 @@ class Mutations(Case):
             row["id"] = row["id"][:number] + dice.choice("0123456789abcdefg\u0660\uff11") + row["id"][number + 1:]
         elif edit == 12:
             rows = [{"id": r["id"]} for r in rows] + [{"answer": r["answer"]} for r in rows]
+        elif edit == 13:
+            deep = row["answer"]
+            for _ in range(dice.choice((1, 5, 80, 300))):
+                deep = [deep] if dice.randrange(2) else {"answer": deep}
+            row["answer"] = dice.choice([deep, row["answer"] * 500, 10 ** dice.choice((3, 30, 3000)), float(10 ** 300), -0.0])
         return rows
 
     def spoil_text(self, text, other, dice):
@@ -1529,6 +1534,7 @@ class Endpoint:
                 pass
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
+        self.server.handle_error = lambda request, address: None       # a client that was killed
         self.base = "http://127.0.0.1:%d/v1" % self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -2922,6 +2928,7 @@ class Engine:
                 pass
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
+        self.server.handle_error = lambda request, address: None       # a client that was killed
         self.base = "http://127.0.0.1:%d%s" % (self.server.server_address[1], "/v1" if form == "chat" else "")
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -3238,7 +3245,9 @@ class BatchJobs(EndpointCase):
         engine.ends, engine.errors = "failed", {"object": "list", "data": [{"code": "invalid_json_line", "message": "bad line", "line": 2, "param": None}]}
         code, out, err = self.jobs(engine, count=4)
         self.assertEqual((code, len(engine.jobs)), (3, 1))
-        self.assertIn("job batch_0 was refused whole: line 2: invalid_json_line: bad line", out)
+        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
+        self.assertIn("job batch_0 was refused whole: line 2 (%s-2): invalid_json_line: bad line" % key, out)
+        self.assertEqual(self.statuses(), {"pending": 4})
 
     def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
         engine = self.engine(lambda prompt, name: None)
@@ -3250,7 +3259,7 @@ class BatchJobs(EndpointCase):
         self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
 
     def test_refused_contents_are_verdicts_only_where_something_succeeded(self):
-        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "content_filter"}
+        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "other"}
         for form, line in (("chat", lambda name: {"custom_id": name, "response": {"status_code": 400, "body": {"error": refusal}}, "error": None}),
                            ("messages", lambda name: {"custom_id": name, "result": {"type": "errored", "error": {"type": "error", "error": refusal}}})):
             engine = self.engine(lambda prompt, name, line=line: line(name) if "number 3" in prompt else engine.reply(reply_to_prompt(prompt)), form)
@@ -3261,7 +3270,7 @@ class BatchJobs(EndpointCase):
             engine = self.engine(lambda prompt, name, line=line: line(name), form)
             code, out, err = self.jobs(engine, count=5, size=1)
             self.assertEqual((code, self.rows("runs/ledger.jsonl"), len(engine.jobs)), (3, [], 1))
-            self.assertIn("every request was refused (HTTP 400: no", out)
+            self.assertIn("5 of 5 requests were refused (HTTP 400: no", out)
             shutil.rmtree("runs")
 
     def test_the_rest_can_be_asked_online(self):
@@ -3295,6 +3304,162 @@ class BatchJobs(EndpointCase):
             code, out, err = self.main("--input", "items.jsonl", *words)
             self.assertEqual((code, out), (2, ""), words)
             shutil.rmtree("runs", ignore_errors=True)
+
+    def test_a_job_that_cannot_be_seen_is_looked_at_again_but_not_for_ever(self):
+        engine = self.engine()
+        seen, real = collections.Counter(), engine.handle
+
+        def handle(step, path, query, data):
+            seen[step] += 1
+            if (step, seen[step]) in (("look", 1), ("look", 3), ("fetch", 1)):
+                return 404, b'{"error": {"message": "not visible yet"}}'
+            return real(step, path, query, data)
+        engine.handle = handle
+        self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
+        shutil.rmtree("runs")
+        for reply in (b'{"error": {"message": "no such batch"}}', b"{}", b"[1]", b"<html>"):
+            engine.handle = lambda step, path, query, data, reply=reply: (200, reply) if step == "look" else real(step, path, query, data)
+            with mock.patch.object(bh, "MAX_TROUBLES", 3):
+                code, out, err = self.jobs(engine, count=4)
+            self.assertEqual(code, 3)
+            self.assertIn("cannot be asked after: ", out)
+            engine.handle = real
+            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
+            shutil.rmtree("runs")
+
+    def test_results_without_custom_ids_are_joined_to_nothing(self):
+        engine = self.engine(lambda prompt, name: {"custom_id": None, "response": {"status_code": 200, "body": engine.reply(reply_to_prompt(prompt))}, "error": None})
+        code, out, err = self.jobs(engine, count=4)
+        self.assertEqual((code, self.rows("runs/ledger.jsonl"), self.statuses()), (3, [], {"pending": 4}))
+        self.assertIn("job batch_0 holds none of the requests", out)
+        self.assertEqual(len(self.read(next(path for path in self.written() if "results" in path)).splitlines()), 2)
+
+    def test_results_are_split_at_line_feeds_alone(self):
+        engine = self.engine(lambda prompt, name: engine.reply(json.dumps([{"id": item, "answer": "one\u2028two\x85three"} for item, _ in asked_in(prompt)], ensure_ascii=False)))
+        self.items_file(4)
+        words = self.words(engine)
+        at = words.index("--labels")
+        self.assertEqual(self.main(*words[:at], *words[at + 2:])[0], 0)
+        self.assertEqual({answer for row in self.rows("runs/ledger.jsonl") for answer in row["answers"].values()}, {"one\u2028two\x85three"})
+
+    def test_a_step_that_is_not_on_the_ledger_is_followed_by_none(self):
+        engine, real = self.engine(), bh.Ledger.append
+
+        def full(ledger, parts):
+            if '"step": "uploaded"' in parts[0]:
+                raise OSError(28, "No space left on device")
+            real(ledger, parts)
+        with mock.patch.object(bh.Ledger, "append", full):
+            self.assertEqual((self.jobs(engine, count=4)[0], engine.log), (3, ["upload"]))
+        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
+
+    def test_a_job_that_is_made_after_its_creation_failed_is_found(self):
+        for form in ("chat", "messages"):
+            engine, late = self.engine(None, form), []
+            real = engine.handle
+
+            def handle(step, path, query, data, engine=engine, real=real, late=late):
+                if step == "create" and not late:
+                    late.append(threading.Timer(0.1, real, (step, path, query, data)))
+                    late[0].start()
+                    return 504, b"<html>gateway time-out</html>"
+                return real(step, path, query, data)
+            engine.handle = handle
+            with mock.patch.object(bh, "GRACE", 0.2):
+                self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
+            shutil.rmtree("runs")
+
+    def test_a_list_that_cannot_tell_makes_nothing(self):
+        other = {"lines": [], "left": 0, "metadata": None, "file": "other", "made": time.time() - 5 * 86400}
+        for reply in (b'{"message": "please try again"}', b'{"error": {"message": "x"}}', b'{"data": null}', b'{"data": {}}', b'{"data": [], "has_more": true}', "ascending"):
+            engine = self.engine()
+            left, lists, real = ["create"], [], engine.handle
+            engine.after = lambda step, left=left: step in left and (left.remove(step) or True)
+
+            def handle(step, path, query, data, reply=reply, lists=lists, real=real):
+                if step == "list" and isinstance(reply, bytes) and len(lists) < 2:
+                    lists.append(1)
+                    return 200, reply
+                return real(step, path, query, data)
+            engine.handle = handle
+            if reply == "ascending":
+                for number in range(100, 103):
+                    engine.jobs["batch_%d" % number] = other
+            code, out, err = self.jobs(engine, count=4)
+            self.assertEqual((code, len([job for job in engine.jobs.values() if job is not other]), self.statuses()), (0, 1, {"answered": 4}), (reply, err))
+            shutil.rmtree("runs")
+
+    def test_results_that_are_cut_or_late_are_fetched_again(self):
+        for fault in ("cut", "no file yet", "one line short"):
+            engine = self.engine()
+            seen, real, document = collections.Counter(), engine.handle, engine.document
+
+            def handle(step, path, query, data, fault=fault, seen=seen, real=real):
+                status, body = real(step, path, query, data)
+                seen[path] += 1
+                if fault == "cut" and "/out-" in path and seen[path] < 3:
+                    body = body[:-20]
+                if fault == "one line short" and "/out-" in path and seen[path] < 3:
+                    body = body.split(b"\n")[0]
+                return status, body
+
+            def late(name, fault=fault, seen=seen, document=document):
+                seen["look"] += 1
+                return dict(document(name), **({"output_file_id": None} if fault == "no file yet" and seen["look"] < 4 else {}))
+            engine.handle, engine.document = handle, late
+            code, out, err = self.jobs(engine, count=8)
+            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 8}), (fault, err))
+            shutil.rmtree("runs")
+
+    def test_adopting_is_checked_as_far_as_it_can_be(self):
+        for form, foreign in (("messages", 3), ("chat", 2)):
+            engine = self.engine(None, form, polls=99)
+            left = ["create"]
+            engine.after = lambda step, left=left: step in left and (left.remove(step) or True)
+            engine.before = lambda step: step == "list"
+            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
+            name = ("batch_%d" if form == "chat" else "msgbatch_%d") % 5
+            engine.jobs[name] = {"lines": [{"custom_id": "x-%d" % n, "body": {"messages": [{"content": ""}]}, "params": {"messages": [{"content": ""}]}} for n in range(foreign)],
+                                 "left": 99, "metadata": {"batch_harness": "another"}, "file": "other", "made": time.time()}
+            before = self.bytes()
+            for wrong in ("nothing_7", name):
+                code, out, err = self.jobs(engine, "--adopt", wrong)
+                self.assertEqual((code, out), (2, ""), (form, wrong))
+                self.assertIn("--adopt %s: " % wrong, err)
+            self.assertEqual([line for line in self.bytes()[len(before):].splitlines() if b'"event": "run"' not in line], [])
+            shutil.rmtree("runs")
+
+    def test_what_is_abandoned_under_a_limit_is_asked_up_to_the_limit(self):
+        engine = self.engine(polls=9)
+        self.jobs(engine, "--no-wait", count=6)
+        engine.polls = 1
+        self.assertEqual(self.jobs(engine, "--abandon", "batch_0", "--limit", "2")[0], 0)
+        self.assertEqual((len(engine.jobs["batch_1"]["lines"]), self.statuses()), (1, {"answered": 2, "pending": 4}))
+
+    def test_no_word_of_a_provider_holds_the_key(self):
+        engine = self.engine(lambda prompt, name: None)
+        engine.ends, engine.errors = KEY, {"data": [{"code": "x", "message": "bad key " + KEY, "line": 1}]}
+        real = engine.document
+        engine.document = lambda name: dict(real(name), request_counts={KEY: 3}, status="failed" if engine.jobs[name]["left"] <= 0 else KEY)
+        code, out, err = self.jobs(engine, count=4)             # looks into everything that was written and said
+        self.assertEqual(code, 3)
+        self.assertIn("bad key ***", out)
+
+    def test_a_damaged_intent_blocks(self):
+        engine = self.engine(polls=9)
+        self.jobs(engine, "--no-wait", count=4)
+        lines = self.bytes().split(b"\n")
+        place = next(n for n, line in enumerate(lines) if b'"step": "intent"' in line)
+        intent = json.loads(lines[place])
+        name = next(iter(intent["requests"]))
+        for change in ({"at": 5}, {"key": "x"}, {"requests": {}}, *({"requests": {name: dict(intent["requests"][name], **odd)}} for odd in (
+                {"sources": ["abc", None]}, {"batch_id": ""}, {"size": 0}, {"attempt": 0}, {"attempt": 10 ** 30}, {"batch": ["", "a"]}, {"batch": 5},
+                {"text_sha": ["0" * 32] * 2}, {"last_form": 1}, {"batch": intent["requests"][name]["batch"][:1] * 2}))):
+            self.write("runs/ledger.jsonl", b"\n".join([*lines[:place], json.dumps(dict(intent, **change)).encode(), *lines[place + 1:]]))
+            code, out, err = self.jobs(engine)
+            self.assertEqual((code, len(engine.jobs)), (2, 1), (change, out, err))
+            self.assertIn("what it was to ask is damaged or gone; go back", err)
+            self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 1)
 
     def test_a_job_survives_the_network(self):
         engine = self.engine(polls=4)
@@ -3378,7 +3543,7 @@ class BatchJobs(EndpointCase):
             {"custom_id": lines[2]["custom_id"], "response": {"status_code": 500, "body": None}, "error": "boom"},
             {"custom_id": lines[3]["custom_id"], "response": {"body": bodies[3]}, "error": None})))
         code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, self.statuses()), (0, {"answered": 4, "pending": 4}), out + err)
+        self.assertEqual((code, self.statuses()), (1, {"answered": 4, "pending": 4}), out + err)
         self.assertEqual([row["detail"].partition(";")[0] for row in self.failures()], ["HTTP 404: no such model", "HTTP 500: boom"])
         self.assertEqual(self.main("collect", "items.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
         self.assertEqual(self.main("collect", "none.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
@@ -3389,7 +3554,7 @@ class BatchJobs(EndpointCase):
         self.answered_file()
         whole = self.read("results.jsonl").splitlines(True)
         self.write("part.jsonl", whole[0])
-        self.assertEqual(self.main("collect", "part.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
+        self.assertEqual(self.main("collect", "part.jsonl", "--ledger", "runs/ledger.jsonl")[0], 1)
         self.assertEqual(self.statuses(), {"answered": 2, "pending": 2})
         self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
         self.assertEqual(self.statuses(), {"answered": 4})
@@ -3400,6 +3565,32 @@ class BatchJobs(EndpointCase):
         code, out, err = self.ask(server, 0, "--labels", "good,bad", "--batch-size", "2")
         self.assertEqual(code, 2)
         self.assertIn("`collect` its results", err)
+
+    def test_emit_and_collect_refuse_what_would_destroy_or_mislead(self):
+        self.items_file(4)
+        before = self.bytes("items.jsonl")
+        for target in ("items.jsonl", "./items.jsonl", "runs/ledger.jsonl"):
+            code, out, err = self.main("emit", target, "--input", "items.jsonl", "--model", "openai:m", "--ledger", "runs/ledger.jsonl")
+            self.assertEqual((code, self.bytes("items.jsonl")), (2, before))
+        self.assertEqual(self.main("emit", "none/requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--ledger", "runs/ledger.jsonl")[0], 2)
+        self.assertEqual(self.emit()[0], 0)
+        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
+        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "other/ledger.jsonl")[0], 2)
+        self.assertFalse(os.path.exists("other"))
+        self.answered_file()
+        whole = self.bytes("results.jsonl").splitlines(True)
+        for number, line in enumerate(whole):
+            self.write("part%d.jsonl" % number, b"\xef\xbb\xbf" + line)
+        self.assertEqual(self.main("collect", "part0.jsonl", "part1.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
+        self.assertEqual(self.statuses(), {"answered": 4})
+
+    def test_an_open_job_of_a_provider_is_not_collected_from_a_file(self):
+        engine = self.engine(polls=9)
+        self.jobs(engine, "--no-wait", count=4)
+        self.write("results.jsonl", engine.results("batch_0", "out"))
+        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
+        self.assertEqual((code, out), (2, ""))
+        self.assertNotIn("collected", self.steps())
 
     def test_shards_part_the_items_and_none_is_in_two(self):
         self.items_file(40)
@@ -4222,6 +4413,33 @@ class AuditAndApply(EndpointCase):
         self.write("e.jsonl", b"\n".join(lines[:-1] + [lines[place], b""]))
         self.assertIn("item %s was accepted before" % name, self.audit("--ledger", "e.jsonl")[1])
 
+    def test_a_line_that_was_cut_and_closed_off_is_no_fault(self):
+        for keep in (0, 1, 3):
+            self.run_(8)
+            lines = self.bytes("l.jsonl").split(b"\n")
+            self.write("l.jsonl", b"\n".join(lines[:keep]) + b"\n" * (keep > 0) + lines[keep][:-30])
+            self.run_(8)
+            code, out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")
+            self.assertEqual(code, 0, out)
+            os.remove("l.jsonl")
+
+    def test_a_row_that_its_own_reply_contradicts_is_named(self):
+        self.run_(8)
+        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
+        place = next(n for n, row in enumerate(rows) if row.get("verdict") == "ok")
+
+        def refused(row):
+            row.pop("answers")
+            row.update(verdict="bad_value")
+        for change, said in ((refused, "its verdict is bad_value, and its reply is ok"), (lambda row: row.update(event="note"), "a row of an unknown kind"),
+                             (lambda row: row.update(arm=0), "its run has no arm 0"),
+                             (lambda row: row.update(text_sha=[sha[:12] + "0" * 20 for sha in row["text_sha"]]), "text_sha is not that of its text")):
+            self.edited(place, change)
+            code, out = self.audit("--ledger", "e.jsonl", "--input", "items.jsonl")
+            self.assertEqual(code, 1)
+            self.assertIn("e.jsonl:%d: " % (place + 1), out)
+            self.assertIn(said, out)
+
     def test_ledgers_of_shards_are_taken_as_one(self):
         self.items_file(30)
         for part in (1, 2):
@@ -4286,7 +4504,7 @@ class AuditAndApply(EndpointCase):
         self.assertIn("6 answered items: applied 6", out)
         self.assertEqual(self.ledgered(), {"applied": 6})
         marks = {mark for mark, in self.sql("SELECT decided FROM posts")}
-        self.assertEqual(marks, {"%s/%s" % (row["run"], row["batch_id"]) for row in self.rows("l.jsonl") if row["verdict"] == "ok"})
+        self.assertEqual(marks, {"%s/%s/%s" % (row["run"], row["batch_id"], name) for row in self.rows("l.jsonl") if row["verdict"] == "ok" for name in row["batch"]})
         self.assertGreater(self.bytes("l.jsonl"), before)
         before = self.bytes("l.jsonl")
         self.assertIn("0 rows written", self.main(*self.APPLY)[2])
@@ -4346,6 +4564,56 @@ class AuditAndApply(EndpointCase):
         self.assertEqual([n for n, answer in self.answers().items() if answer is None], [0])
         text = bh.Table.update
         self.assertTrue(moved and text)
+
+    def test_columns_of_odd_names_and_kinds_are_read_as_they_are(self):
+        self.with_rubric()
+        self.table(6, ", ROWID TEXT, OID TEXT")
+        self.assertEqual(self.main(*self.APPLY, "--rubric-column", "rubric")[0], 0)
+        self.assertEqual((None in self.answers().values(), self.ledgered()), (False, {"applied": 6}))
+        self.sql("DROP TABLE posts")
+        with contextlib.closing(sqlite3.connect("posts.db")) as base:
+            base.execute("CREATE TABLE posts (id TEXT, text TEXT COLLATE NOCASE, answer TEXT, decided TEXT, rubric TEXT)")
+            base.executemany("INSERT INTO posts (rowid, id, text, rubric) VALUES (?, ?, ?, ?)", [
+                (-(1 << 63), "0", "text number 0", "1"), (5, "1", "Text Number 1", None), (6, "2", "text number 2", "4"), (7, "3", "text number 3", 3.0)])
+            base.commit()
+        self.assertEqual(self.main(*self.APPLY, "--rubric-column", "rubric")[0], 0)
+        self.assertEqual({n for n, answer in self.answers().items() if answer is not None}, {"0", "3"})
+        self.with_rubric(10 ** 25)
+        self.assertIn("more than 64 bits", self.main(*self.APPLY, "--rubric-column", "rubric", "--fingerprint", self.rows("l.jsonl", "run")[-1]["fingerprint"])[2])
+
+    def test_what_a_person_changed_stays_though_stages_share_a_batch_column(self):
+        self.table(4, ", a TEXT, b TEXT")
+        self.items_file(4)
+        for stage in "ab":
+            self.main("--input", "items.jsonl", "--model", "demo", "--labels", "good,bad", "--stage", stage, "--ledger", "l.jsonl")
+        one, two = ((*self.APPLY, "--stage", stage, "--set", stage + "=answer") for stage in "ab")
+        self.main(*one)
+        self.sql("UPDATE posts SET a = 'by hand' WHERE id = 1")
+        for words in (two, one, two, one):
+            self.assertEqual(self.main(*words)[0], 0)
+        self.assertEqual(self.sql("SELECT a FROM posts WHERE id = 1"), [("by hand",)])
+
+    def test_texts_that_changed_places_get_their_own_answers(self):
+        self.run_(4)
+        self.table(4)
+        self.main(*self.APPLY)
+        expected = self.answers()
+        for pair in ((0, 1), (2, 3)):
+            texts = ["text number %d" % n for n in pair]
+            for n, text in zip(pair, texts[::-1]):
+                self.sql("UPDATE posts SET text = ? WHERE id = ?", text, n)
+        self.main(*self.APPLY)
+        self.assertEqual(self.answers(), {0: expected[1], 1: expected[0], 2: expected[3], 3: expected[2]})
+
+    def test_a_damaged_database_ends_with_a_line(self):
+        self.run_(4)
+        self.table(400)
+        whole = self.bytes("posts.db")
+        for size in (len(whole) // 2, 6000, 5000):
+            self.write("posts.db", whole[:size])
+            code, out, err = self.main(*self.APPLY)
+            self.assertIn(code, (0, 2, 3))
+            self.assertNotIn("fault of its own", err)
 
     def test_a_canary_and_then_the_rest_without_repeating_it(self):
         self.run_()
@@ -4417,6 +4685,37 @@ class AuditAndApply(EndpointCase):
         code, out, err = self.main(*self.APPLY)
         self.assertEqual(code, 3)
         self.assertIn("posts.db: not today; what was committed stands", err)
+
+
+# ====================================================================================================================
+# DRILL
+# ====================================================================================================================
+
+class Drills(Case):
+    def test_a_drill_injects_every_fault_and_accepts_no_wrong_answer_that_shows(self):
+        code, out, err = self.main("drill", "--items", "1500", "--seed", "7")
+        self.assertEqual((code, err), (0, ""))
+        table = {line.split()[0]: list(map(int, line.split()[1:5])) for line in out.splitlines() if line.split() and line.split()[0] in bh.DEMO_FAULTS and ":" not in line}
+        self.assertEqual(list(table), list(bh.DEMO_FAULTS))
+        for name, (calls, refused, rescued, wrong) in table.items():
+            self.assertGreater(calls, 0, name)
+            self.assertTrue(calls >= refused >= rescued, name)
+            self.assertEqual(wrong > 0, name == "swap", name)
+            self.assertEqual(refused == calls, name not in ("swap", "reorder", "fence", "merge", "repeat"), name) if name in ("rename", "cut", "prose", "refuse") else None
+        self.assertIn("wrong answers accepted that a check of shape could have seen: 0", out)
+        self.assertIn("0 things do not hold", out)
+        self.assertEqual(self.main("drill", "--items", "1500", "--seed", "7")[1], out)
+        self.assertFalse(os.listdir("."))
+
+    def test_a_drill_finds_a_check_that_is_gone(self):
+        real = bh._by_id
+
+        def blind(elements, ids, notes):            # by position, as one should not
+            return dict(zip(ids, elements)) if len(elements) == len(ids) else real(elements, ids, notes)
+        with mock.patch.object(bh, "_by_id", blind):
+            code, out, err = self.main("drill", "--items", "1500", "--seed", "7")
+        self.assertEqual(code, 1)
+        self.assertNotIn("could have seen: 0", out)
 
 
 # ====================================================================================================================

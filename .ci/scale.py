@@ -6,7 +6,7 @@ import sys
 import tempfile
 import time
 
-LIMIT_MB, LIMIT_START = 400, 6.5       # a script is compiled at each start: most of the ratio is that
+LIMIT_MB, LIMIT_START = 400, 9       # a script is compiled at each start: most of the ratio is that
 
 
 def peak_mb(argv):
