@@ -3112,9 +3112,15 @@ class Speaker:
                 return os.get_terminal_size(self._stream.fileno()).columns or 80
         return 0
 
-    def __call__(self, text: str) -> None:
-        """Print one text above the live line."""
+    def __call__(self, text: str, wrap: bool = True) -> None:
+        """Print one text above the live line; on a terminal its lines are wrapped at words, unless they are quoted."""
         self.live("")
+        width = self.width if wrap else 0
+        if width:
+            import textwrap
+            text = "\n".join(textwrap.fill(line, width - 1, break_long_words=False, break_on_hyphens=False,
+                                           subsequent_indent=" " * (21 if line[:1] == " " and width > 60 else 4))
+                             for line in text.split("\n"))
         self._write(CONTROLS.sub("?", text) + "\n")
 
     def live(self, text: str) -> None:
@@ -4320,7 +4326,7 @@ def saving(arm: Arm, base: Arm) -> str:
     """What a size saves against size 1, and from which failure rate on it would not."""
     size, single = arm.name["size"], calls_per_item(base)
     even = (size * single - 1) / (1 + (1 - rescue_rate(arm)) * size)
-    return "%.2f calls an item instead of %.2f, which pays until %.0f %% of first passes fail" % (
+    return "%.2f calls an item instead of %.2f, and fewer until %.0f %% of first passes fail" % (
         calls_per_item(arm), single, 100 * min(1.0, even))
 
 
@@ -4418,7 +4424,7 @@ def arm_lines(data: Mapping[str, Any], several: bool) -> Iterator[str]:
         data["calls_per_item"] or 0, "unknown" if data["tokens_per_item"] is None else
         "%.0f" % data["tokens_per_item"], times if data["ms_p50"] is not None else ""))]
     rows += agreement_rows(data)
-    rows += [("in the long run", data["cost"])] if data["cost"] else []
+    rows += [("would cost", data["cost"])] if data["cost"] else []
     rows += [("repeated rows", "%d, not counted" % data["repeated"])] if data["repeated"] else []
     yield from ("  %-18s %s" % row for row in rows)
 
@@ -4657,7 +4663,7 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     if options.json:
         lines = [number for numbers in damaged.values() for number in numbers]
         out(json.dumps({"arms": datas, "model_changes": reading.changes, "failures": reading.failures,
-                        "damaged_lines": lines, "broken_lines": broken}, indent=1))
+                        "damaged_lines": lines, "broken_lines": broken}, indent=1), wrap=False)
         return code
     for data in datas:
         out("\n".join(arm_lines(data, len(ledgers) > 1)))
@@ -4734,7 +4740,7 @@ def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
                     item = Item(entry.text, entry.key, len(name))
                     texts.update({item.id: item} if item.id in wanted and item.id not in texts else {})
     absent = "(the input no longer holds it)" if options.input is not None else "(give --input to see it)"
-    out("item %s, text: %s" % (name, texts[name].text if name in texts else absent))
+    out("item %s, text: %s" % (name, texts[name].text if name in texts else absent), wrap=False)
     settled: List[str] = []
     for number, row in touching:
         arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
@@ -4742,7 +4748,7 @@ def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
             number, row.get("at"), row["event"], row.get("run"), row.get("batch_id"), arm))
         for word, words in attempt_words(row, name, runs, texts) if row["event"] == "attempt" else [
                 ("no reply", str(row.get("detail")))]:
-            out("  %-12s %s" % (word, words.replace("\n", "\n" + " " * 15)))
+            out("  %-12s %s" % (word, words.replace("\n", "\n" + " " * 15)), wrap=False)
         if row["event"] == "attempt" and (row["verdict"] == "ok" or "quarantined" in row):
             settled.append("%s in line %d%s" % ("answered" if row["verdict"] == "ok" else "quarantined", number, arm))
     out("\nwhere it stands: " + ("; then ".join(settled) or "pending: no attempt has settled it"))
@@ -4853,26 +4859,56 @@ def csv_cell(value: Any, raw: bool = False) -> str:
     return "'" + value if formula and not raw else value
 
 
-def write_csv(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
-    """A header and one line per row; an answer of several fields has one column for each."""
-    import csv
+def flat_rows(rows: Iterable[Dict[str, Any]], task: Task) -> Iterator[Dict[str, Any]]:
+    """Rows whose answer of several fields has a member for each; first one whose members name the columns."""
     fields = [] if task.bare else list(task.fields)
     prefix = "answer." if set(fields) & set(EXPORT_COLUMNS) else ""
     place = EXPORT_COLUMNS.index("answer")
     answers = [prefix + field for field in fields] or ["answer"]
     columns = [*EXPORT_COLUMNS[:place], *answers, *EXPORT_COLUMNS[place + 1:]]
-    text = io.TextIOWrapper(file, "utf-8", errors="backslashreplace", newline="", write_through=True)
-    writer = csv.writer(text, lineterminator="\r\n")
-    writer.writerow([csv_cell(column, raw) for column in columns])
+    yield dict.fromkeys(columns)
     for row in rows:
         answer = row["answer"] if isinstance(row["answer"], dict) else {}
         found = dict(row, **{prefix + field: answer.get(field) for field in fields})
-        cells = {column: row["id"] if column == "id" else csv_cell(found[column], raw) for column in columns}
+        yield {column: found[column] for column in columns}
+
+
+def write_csv(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
+    """A header and one line per row."""
+    import csv
+    text = io.TextIOWrapper(file, "utf-8", errors="backslashreplace", newline="", write_through=True)
+    writer, flat = csv.writer(text, lineterminator="\r\n"), flat_rows(rows, task)
+    writer.writerow([csv_cell(column, raw) for column in next(flat)])
+    for row in flat:
+        cells = {column: value if column == "id" else csv_cell(value, raw) for column, value in row.items()}
         if row["id"][0] in 'n"':                        # else a number or a boolean, as it was spelled
             cells["id"] = csv_cell(json.loads(row["id"]), raw)
         writer.writerow(cells.values())
     text.flush()
     text.detach()
+
+
+def write_sqlite(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
+    """A new database with one table, `answers`; what is no scalar of 64 bits is text, as JSON."""
+    import shutil
+    import sqlite3
+    import tempfile
+
+    def cell(column: str, value: Any) -> Any:
+        value = json.loads(value) if column == "id" else value
+        large = isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER
+        value = encode(value) if large or isinstance(value, (list, dict)) else value
+        return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
+    with tempfile.TemporaryDirectory() as folder:
+        path, flat = os.path.join(folder, "answers.db"), flat_rows(rows, task)
+        with contextlib.closing(sqlite3.connect(path)) as base:
+            names = ", ".join(map(quoted, next(flat)))
+            base.execute("CREATE TABLE answers (%s)" % names)
+            base.executemany("INSERT INTO answers VALUES (%s)" % ", ".join("?" * (names.count(", ") + 1)), (
+                [cell(column, value) for column, value in row.items()] for row in flat))
+            base.commit()
+        with open(path, "rb") as whole:
+            shutil.copyfileobj(whole, file)
 
 
 def counted(rows: Iterable[Any], tally: Counter[Any], word: Callable[[Any], Any]) -> Iterator[Any]:
@@ -4884,7 +4920,9 @@ def counted(rows: Iterable[Any], tally: Counter[Any], word: Callable[[Any], Any]
 
 def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: bool) -> None:
     """Write an export, to a file or to standard output."""
-    write = functools.partial(write_csv, task=task, raw=raw_csv) if output.endswith(".csv") else write_jsonl
+    ending = os.path.splitext(output)[1]
+    table = {".csv": write_csv, ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}.get(ending)
+    write = functools.partial(table, task=task, raw=raw_csv) if table is not None else write_jsonl
     if output == "-":
         if sys.stdout is None:
             raise HarnessError("standard output is closed; name a file with --output")
@@ -4892,8 +4930,8 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
         sys.stdout.flush()
         return
     ordinary = os.path.isfile(output) or not os.path.exists(output)
-    if ordinary and not output.endswith((".csv", ".jsonl", ".ndjson", ".json")):
-        raise HarnessError("the ending of %s names no format; write a .csv or .jsonl file with --output" % output)
+    if ordinary and table is None and ending not in (".jsonl", ".ndjson", ".json"):
+        raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file with --output" % output)
     write_whole(output, functools.partial(write, rows), "--output")
 
 
@@ -4905,29 +4943,32 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
 class Numbers:
     """The items of one run, job or task, each counted once."""
 
+    SUBMITTED, RETURNED, ACCEPTED, SET_ASIDE = 1, 2, 4, 8
+
     def __init__(self) -> None:
-        self.submitted: Set[int] = set()
-        self.returned: Set[int] = set()
-        self.accepted: Set[int] = set()
-        self.quarantined: Set[int] = set()
+        self._flags: Dict[int, int] = {}                # item -> what has happened to it
 
     def take(self, row: Mapping[str, Any]) -> None:
         """Count the items of an attempt or failure row, or of a job's request."""
-        items = {int(name[:ID_LENGTH], 16) for name in row["batch"]}
-        self.submitted |= items
+        news = self.SUBMITTED
         if row.get("event") == "attempt":
-            self.returned |= items
-            if row["verdict"] == "ok":
-                self.accepted |= items
-                self.quarantined -= items
-            elif "quarantined" in row:
-                self.quarantined |= items - self.accepted
+            news |= self.RETURNED | self.ACCEPTED * (row["verdict"] == "ok") | self.SET_ASIDE * ("quarantined" in row)
+        for name in row["batch"]:
+            item = int(name[:ID_LENGTH], 16)
+            self._flags[item] = self._flags.get(item, 0) | news
+
+    def count(self, flag: int, without: int = 0) -> int:
+        """How many items have the one flag, and not the other."""
+        tally = collections.Counter(self._flags.values())
+        return sum(count for flags, count in tally.items() if flags & flag and not flags & without)
 
     def words(self) -> str:
         """As a sum, with what has come back and is not settled yet."""
-        unfinished = len(self.returned) - len(self.accepted) - len(self.quarantined)
+        accepted, returned = self.count(self.ACCEPTED), self.count(self.RETURNED)
+        quarantined = self.count(self.SET_ASIDE, self.ACCEPTED)
+        unfinished = returned - accepted - quarantined
         return "submitted %d >= returned %d = accepted %d + quarantined %d%s" % (
-            len(self.submitted), len(self.returned), len(self.accepted), len(self.quarantined),
+            self.count(self.SUBMITTED), returned, accepted, quarantined,
             " + unfinished %d" % unfinished if unfinished else "")
 
 
@@ -4940,7 +4981,7 @@ class Auditor:
         self.tasks: Dict[str, Optional[Task]] = {}                  # by run; None where it cannot be read
         self.frozen: Dict[str, Dict[str, int]] = {}                 # task -> digest of an input -> its items
         self.numbers: Dict[Tuple[str, str], Numbers] = collections.defaultdict(Numbers)     # (kind, name) -> its items
-        self.answers: Dict[Tuple[str, Any, str], str] = {}          # (task, arm, digest) -> what was accepted
+        self.answers: Dict[Tuple[str, Any], Dict[int, int]] = {}    # (task, arm) -> text -> hash of what was accepted
         self.requests: Dict[str, Any] = {}                          # custom id -> its request
         self.open: Set[str] = set()                                 # keys of jobs that are not collected
         self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
@@ -5011,6 +5052,7 @@ class Auditor:
     def _accepted(self, row: Mapping[str, Any], task: Task, proof: Any, fault: Callable[[str], None]) -> None:
         """An accepted row: derived from its reply, at most once, by the prompt that its texts give."""
         self.checked["derived"] += len(row["batch"])
+        answers = self.answers.setdefault((row["task"], row.get("arm")), {})
         if proof.code != "ok":
             fault("accepted, and its reply is %s (%s)" % (proof.code, proof.detail))
         for name, sha in zip(row["batch"], row["text_sha"]):
@@ -5018,10 +5060,9 @@ class Auditor:
             if proof.code == "ok" and _sorted_json(proof.answers[name]) != answer:
                 fault("item %s: the answer %s is not that of its reply, %s" % (
                     name, shown(row["answers"][name]), shown(proof.answers[name])))
-            place = (row["task"], row.get("arm"), sha)
-            if place in self.answers:
+            if key_of(sha) in answers:
                 fault("item %s was accepted before" % name)
-            self.answers.setdefault(place, text_digest(answer)[:16])
+            answers.setdefault(key_of(sha), hash(answer))
         if all(name in self._texts for name in row["batch"]):
             self.checked["prompts"] += 1
             prompt = build_prompt([self._texts[name] for name in row["batch"]], task)
@@ -5052,9 +5093,10 @@ class Auditor:
                         for number in history.broken]
         for (kind, name), numbers in self.numbers.items():
             frozen = sum(self.frozen.get(name, {}).values())
-            if kind == "task" and len(numbers.submitted) > frozen:
+            submitted = numbers.count(numbers.SUBMITTED)
+            if kind == "task" and submitted > frozen:
                 self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
-                    self.path, name, len(numbers.submitted), frozen))
+                    self.path, name, submitted, frozen))
 
     def lines(self) -> Iterator[str]:
         """The numbers, in words."""
@@ -5078,17 +5120,19 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
                 if row.error is None:
                     item = Item(row.text, row.key, options.id_length)
                     texts[item.id] = item
-    answers: Dict[Tuple[str, Any, str], Tuple[str, str]] = {}
+    answers: Dict[str, Dict[int, int]] = {}                         # task -> text -> hash of what was accepted
     faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
     for path in each_once(options.ledger or [LEDGER]):
         auditor = Auditor(path, texts)
         auditor.settle(replay(path, auditor.take))
         faults += auditor.faults
         checked += auditor.checked
-        for place, answer in auditor.answers.items():
-            other, before = answers.setdefault(place, (path, answer))
-            if before != answer and place[1] is None:
-                faults.append("item %s has another answer in %s than in %s" % (place[2][:ID_LENGTH], path, other))
+        for (task, arm), mine in auditor.answers.items():
+            known = answers.setdefault(task, mine if arm is None else {})
+            for key in mine.keys() & known.keys() if arm is None else ():
+                if mine[key] != known[key]:
+                    faults.append("item %s has another answer in %s than in a ledger before" % (short_id(key), path))
+            known.update({key: mine[key] for key in mine.keys() - known.keys()} if arm is None else {})
         for words in auditor.lines():
             out(words)
     for words in faults[:1000]:
@@ -5546,7 +5590,7 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("report", "--fail-unless-safe", "exit 1 unless size K is safe", dict(type=POSITIVE, metavar="K")),
         ("report", "--html", "also as one page, with the first texts and answers (--input)", dict(metavar="FILE")),
         ("report", "--json", "as data", YES),
-        ("export", "--output", ".csv for CSV, else JSONL (default stdout)", dict(default="-", metavar="FILE")),
+        ("export", "--output", ".csv, .db (SQLite) or .jsonl (default stdout)", dict(default="-", metavar="FILE")),
         ("export", "--raw-csv", "leave cells that a spreadsheet would run as they are", YES),
         ("export apply", "--stage", "whose answers, where the ledger holds several tasks", dict(metavar="NAME")),
         ("export apply", "--fingerprint", "whose answers, by the task's fingerprint", dict(metavar="HEX")),
@@ -5689,7 +5733,7 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
             return ask_all(runner, ledger, frozen, say, out)
         flight = next(runner.flights, None)
         if flight is not None:
-            out(build_prompt(flight.first[0][1].items, task) + "\n")
+            out(build_prompt(flight.first[0][1].items, task) + "\n", wrap=False)
         out("%s\ndry run: nothing %s" % (outlook(runner, frozen), "is pending" if flight is None else "was called"))
         return DONE
 

@@ -3688,7 +3688,7 @@ def ask(prompt):
         arms = self.decisions(330, "pass", report=["--fail-unless-safe", "2"])
         self.assertEqual([arms[n]["decision"] for n in range(3)], ["baseline", "baseline", "safe"], arms[2]["why"])
         self.assertEqual((arms[2]["agreement"], arms[2]["kappa"], arms[2]["floor"], arms[2]["half_first"], self.code), (1.0, 1.0, 1.0, 0.0, 0))
-        self.assertIn("0.50 calls an item instead of 1.00, which pays until 33 % of first passes fail", arms[2]["why"])
+        self.assertIn("0.50 calls an item instead of 1.00, and fewer until 33 % of first passes fail", arms[2]["why"])
         self.assertAlmostEqual(1 - arms[2]["first_pass_low"], bh.failure_limits(0, 165).high)
 
     def test_a_size_that_changes_answers_is_not_safe_though_its_form_is_perfect(self):
@@ -3944,6 +3944,19 @@ def ask(prompt):
         self.main("--input", "items.jsonl", "--model", "py:x.py:ask", "--ledger", "s.jsonl")
         self.items_file(70)
         self.assertIn("no baseline: 60 of 100", self.main("--input", "items.jsonl", "--model", "py:x.py:ask", "--ledger", "s.jsonl", "--batch-size", "2", "--baseline", "./s.jsonl")[2])
+
+    def test_lines_are_wrapped_at_words_on_a_terminal_and_nowhere_else(self):
+        self.items_file(30)
+        self.trial()
+        plain = self.main("report", "--ledger", "t.jsonl")[1]
+        for width in (40, 120):
+            with mock.patch.object(bh.Speaker, "width", width):
+                out = self.main("report", "--ledger", "t.jsonl")[1]
+                self.assertLess(max(map(len, out.splitlines())), width)
+                self.assertEqual(out.split(), plain.split())
+                whole = self.main("explain", "3", "--ledger", "t.jsonl", "--input", "items.jsonl")[1]
+            prompts = [line for line in whole.splitlines() if "Reply with one JSON array with one object for every item:" in line]
+            self.assertGreater(len(prompts), 0)             # what is quoted stays as it is
 
     def test_a_trial_says_what_would_do(self):
         self.items_file(30)
@@ -4454,6 +4467,19 @@ class AuditAndApply(EndpointCase):
         self.assertEqual(self.audit("--ledger", "s1.jsonl", "s2.jsonl", "--input", "items.jsonl")[0], 0)
         self.assertEqual(self.main("export", "--input", "items.jsonl", "--ledger", "s1.jsonl", "s2.jsonl", "one.jsonl")[0], 0)
 
+    def test_an_export_can_be_a_database(self):
+        self.write("items.jsonl", "".join(json.dumps({"id": key, "text": "=text %d" % n}) + "\n" for n, key in enumerate((5, "a", None, 10 ** 30, True))))
+        self.write("task.json", json.dumps({"instruction": "J", "fields": {"tone": {"enum": ["a", "b"]}, "tags": {"type": "array"}, "id2": {"type": "integer"}}}))
+        self.main("--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--ledger", "l.jsonl")
+        for _ in range(2):
+            self.assertEqual(self.main("export", "--input", "items.jsonl", "--ledger", "l.jsonl", "--output", "out.db")[0], 0)
+        rows = [json.loads(line) for line in self.main("export", "--input", "items.jsonl", "--ledger", "l.jsonl")[1].splitlines()]
+        with contextlib.closing(sqlite3.connect("out.db")) as base:
+            found = base.execute("SELECT row, id, status, tone, tags, id2, text FROM answers").fetchall()
+        self.assertEqual([(row[0], row[2], row[6]) for row in found], [(n, "answered", "=text %d" % (n - 1)) for n in range(1, 6)])
+        self.assertEqual([row[1] for row in found], [5, "a", None, str(10 ** 30), 1])
+        self.assertEqual([(row[3], json.loads(row[4]), row[5]) for row in found], [tuple(row["answer"].values()) for row in rows])
+
     def test_two_different_answers_for_one_item_are_refused_and_both_named(self):
         self.items_file(3)
         for ledger, answer in (("a.jsonl", "good"), ("b.jsonl", "bad"), ("c.jsonl", "")):
@@ -4463,7 +4489,7 @@ class AuditAndApply(EndpointCase):
         self.assertEqual((code, out), (2, ""))
         self.assertRegex(err, 'item [0-9a-f]{12} has the answer "good" in a.jsonl and "bad" in b.jsonl; ')
         code, out = self.audit("--ledger", "a.jsonl", "b.jsonl")
-        self.assertEqual((code, out.count("has another answer in b.jsonl than in a.jsonl")), (1, 3))
+        self.assertEqual((code, out.count("has another answer in b.jsonl than in a ledger before")), (1, 3))
         for ledgers in (["a.jsonl", "c.jsonl"], ["c.jsonl", "a.jsonl"]):            # there they are quarantined
             rows = [json.loads(line) for line in self.main("export", "--input", "items.jsonl", "--ledger", *ledgers)[1].splitlines()]
             self.assertEqual({(row["status"], row["answer"]) for row in rows}, {("answered", "good")})
