@@ -3667,12 +3667,9 @@ class Rounds:
             self._look_for(job)
         pause = POLL
         while not self.runner.code and job.name and job.intent["key"] in self.state.jobs:
-            partly = self._troubles >= TRIES
             try:
                 news = self._call(functools.partial(self._jobs.news, job.name))
-                raw = self._call(functools.partial(self._jobs.fetch, news, partly)) if news.ended else b""
-                if news.ended and news.total("total", "processing") > raw.count(b"\n") + bool(raw) and not partly:
-                    raise CallFailed("retry", "it counts more lines than came")
+                raw = self._results(news) if news.ended else b""
             except CallFailed as failure:
                 self._heed(failure, "job %s cannot be asked after" % job.name)
                 continue
@@ -3686,7 +3683,22 @@ class Rounds:
             self._wait(pause * (0.9 + 0.2 * random.random()), words)
             pause = min(MAX_POLL, 1.5 * pause)
 
+    def _results(self, news: JobNews) -> bytes:
+        """All lines of a job that has ended; looked at again where they are cut, or fewer than it counts."""
+        for left in range(TRIES, -1, -1):
+            try:
+                raw = self._call(functools.partial(self._jobs.fetch, news, not left))
+                if not left or news.total("total", "processing") <= raw.count(b"\n") + bool(raw):
+                    return raw  # type: ignore[no-any-return]
+            except CallFailed as failure:
+                if not left or self.runner.code or (failure.kind == "stop" and failure.status != 404):
+                    raise
+            self._wait(POLL, "job %s: its results are not whole yet" % news.name)
+            news = self._call(functools.partial(self._jobs.news, news.name))
+        return b""
+
     def _collect(self, job: OpenJob, news: JobNews, raw: bytes) -> None:
+        """Take in what a job brought, unless it is another's."""
         key, requests = job.intent["key"], job.intent["requests"]
         self._evidence(key, "results", [raw])
         came = sorted_lines(raw, requests, self._jobs.outcome)

@@ -3411,6 +3411,16 @@ class BatchJobs(EndpointCase):
             self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 8}), (fault, err))
             shutil.rmtree("runs")
 
+    def test_counters_and_files_that_never_come_right_hold_nothing_up(self):
+        for fault in ("counts", "error file"):
+            engine = self.engine()
+            real, document = engine.handle, engine.document
+            engine.document = lambda name, document=document, fault=fault: dict(document(name), **({"request_counts": {"total": 9, "completed": 9, "failed": 0}} if fault == "counts" else {}))
+            engine.handle = lambda step, path, query, data, real=real, fault=fault: (404, b"{}") if fault != "counts" and "/err-" in path else real(step, path, query, data)
+            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 0)
+            self.assertEqual((len(engine.jobs), self.statuses()), (1, {"answered": 4}), fault)
+            shutil.rmtree("runs")
+
     def test_adopting_is_checked_as_far_as_it_can_be(self):
         for form, foreign in (("messages", 3), ("chat", 2)):
             engine = self.engine(None, form, polls=99)
