@@ -4233,6 +4233,7 @@ class Comparison(NamedTuple):
     """An arm against the first arm of size 1 and its repetition; None where there is nothing to compare."""
 
     singles: int = 0                            # single first calls of this model and task
+    both: int = 0                               # texts that are answered here and at size 1
     agreement: Optional[float] = None           # with size 1, of whole answers
     floor: Optional[float] = None               # agreement of size 1 with its own repetition
     reordered: Optional[float] = None           # agreement with size 1 of the batches whose replies were reordered
@@ -4266,7 +4267,7 @@ def compared(arm: Arm, alike: Sequence[Arm]) -> Comparison:
                         "kappa": kappa(pairs) if labels else None}
     differing = [key for key in both if arm.answers[key] != base.answers[key] == other.get(key, base.answers[key])]
     return Comparison(
-        sum(one.tally["first"] for one in alike),
+        sum(one.tally["first"] for one in alike), len(both),
         share([arm.answers[key] == base.answers[key] for key in both]),
         share([answer == base.answers[key] for key, answer in other.items() if key in base.answers]),
         share(shuffled), fields, differences, mean_limits(differences),
@@ -4372,8 +4373,8 @@ def gold_data(arm: Arm, base: Optional[Arm], gold: Gold, field: str) -> Dict[str
     mine, single = right(arm), right(base) if base is not None else {}
     lost = sum(single[key] and not mine[key] for key in mine if key in single)
     won = sum(mine[key] and not single[key] for key in mine if key in single)
-    return {"accuracy": share(list(mine.values())), "lost": lost, "won": won, "p": mcnemar(lost, won),
-            "gold_unknown": len(gold) - len(usable)}
+    return {"accuracy": share(list(mine.values())), "judged": len(mine), "lost": lost, "won": won,
+            "p": mcnemar(lost, won), "gold_unknown": len(gold) - len(usable)}
 
 
 def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Dict[str, Any]:
@@ -4393,7 +4394,8 @@ def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse
         "fell_back": len(arm.fell_back), "calls_per_item": tally["calls"] / items if items else None,
         "tokens_per_item": tokens / items if items and tokens else None,
         "ms_p50": quantile(arm.ms, 0.5), "ms_p95": quantile(arm.ms, 0.95),
-        "agreement": found.agreement, "kappa": kappas[0] if len(kappas) == 1 else None, "fields": found.fields,
+        "compared": found.both, "agreement": found.agreement, "fields": found.fields,
+        "kappa": kappas[0] if len(kappas) == 1 else None,
         "floor": found.floor, "agreement_reordered": found.reordered,
         "difference_low": found.shift.low if found.differences else None,
         "difference_high": found.shift.high if found.differences else None,
@@ -4447,8 +4449,9 @@ def agreement_rows(data: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
         kappas = ["%s %s" % (name, "-" if field["kappa"] is None else "%.2f" % field["kappa"])
                   for name, field in data["fields"].items() if field["labels"]]
         free = "free text: to differ is no error" if not kappas else "kappa " + ", ".join(kappas)
-        yield "agrees with size 1", "%s of answers (%s); floor: size 1 with itself %s" % (
-            percent(data["agreement"]), free.replace("kappa answer ", "kappa "), percent(data["floor"]))
+        yield "agrees with size 1", "%s answers (%s); floor: size 1 with itself %s" % (
+            rate(round(data["agreement"] * data["compared"]), data["compared"]),
+            free.replace("kappa answer ", "kappa "), percent(data["floor"]))
         if len(data["fields"]) > 1:
             yield "by field", ", ".join("%s %s" % (name, percent(field["agreement"]))
                                         for name, field in data["fields"].items())
@@ -4456,8 +4459,9 @@ def agreement_rows(data: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
         yield "if reordered", "%s of answers agree with size 1" % percent(data["agreement_reordered"])
     if data.get("accuracy") is not None:
         unknown = "; %d gold values are no label and left out" % data["gold_unknown"] if data["gold_unknown"] else ""
-        yield "agrees with gold", "%s; against size 1 it lost %d right answers and won %d (p %.3g)%s" % (
-            percent(data["accuracy"]), data["lost"], data["won"], data["p"], unknown)
+        yield "agrees with gold", "%s answers; against size 1 it lost %d right ones and won %d (p %.3g)%s" % (
+            rate(round(data["accuracy"] * data["judged"]), data["judged"]), data["lost"], data["won"], data["p"],
+            unknown)
     if data["half_first"] is not None:
         yield "differing answers", "%s in the first half of the prompt, %s in the second" % (
             percent(data["half_first"]), percent(data["half_second"]))

@@ -3734,7 +3734,7 @@ def ask(prompt):
         self.assertEqual([(arm["ledger"], arm["size"], arm["decision"]) for arm in arms],
                          [("a.jsonl", 1, "baseline"), ("b.jsonl", 1, "baseline"), ("c.jsonl", 2, "safe")])
         text = self.main("report", "--ledger", "a.jsonl", "b.jsonl", "c.jsonl")[1]
-        self.assertIn("agrees with size 1 100.0 % of answers (free text: to differ is no error); floor: size 1 with itself 100.0 %", text)
+        self.assertIn("agrees with size 1 330 of 330 (100.0 %) answers (free text: to differ is no error); floor: size 1 with itself 100.0 %", text)
         self.assertIn("decision           safe: first passes fail in at most", text)
 
     def test_a_keyed_form_is_no_evidence(self):
@@ -3941,6 +3941,7 @@ def ask(prompt):
         self.write("gold.csv", "text,gold\ntext number 0,Bad\ntext number 1,good\ntext number 2,bad\n")
         code, out, err = self.main("report", "--ledger", "runs/ledger.jsonl", "d.jsonl", "--input", "gold.csv", "--gold-field", "gold", "--json")
         self.assertEqual([(arm["accuracy"], arm["gold_unknown"]) for arm in json.loads(out)["arms"]], [(0.5, 1), (None, 3)])
+        self.assertIn("agrees with gold   1 of 2 (50.0 %) answers; against", self.main("report", "--input", "gold.csv", "--gold-field", "gold")[1])
         self.assertIn("1 gold values are no label and left out", self.main("report", "--input", "gold.csv", "--gold-field", "gold")[1])
 
     def test_a_baseline_is_looked_at_before_anything_is_made(self):
