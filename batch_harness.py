@@ -832,6 +832,8 @@ def as_reply(raw: Any) -> Reply:
     if not isinstance(raw, Reply):
         raw = Reply(raw)
     text = str.__str__(raw.text) if isinstance(raw.text, str) else raw.text         # a subclass could be anything
+    if isinstance(text, str) and SURROGATE.search(text):            # a pair in two halves is the character it means
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
     return Reply(text, _word(raw.finish), _word(raw.refusal), _word(raw.model_string), _count(raw.tokens_in),
                  _count(raw.tokens_out), _word(raw.request_id))
 
@@ -1396,11 +1398,12 @@ class State:
         self.singles: Counter[str] = collections.Counter()      # single first calls of the task in any arm, by model
         self.demo: Optional[bool] = None                        # whether the ledger holds demo answers or real ones
         self._models: Dict[str, str] = {}                       # run -> model asked for
+        self._hosts: Dict[str, str] = {}                        # run -> where its texts went
 
     def apply(self, row: Mapping[str, Any]) -> List[int]:
         """Take in one row; the keys of the items it settled.  Called after the append, and for every row replayed."""
         if row["event"] == "run":
-            self._models[row["run"]] = row["model"]
+            self._models[row["run"]], self._hosts[row["run"]] = row["model"], str(row.get("host"))
             self.demo = is_demo(row["model"])
             if row["fingerprint"] == self.task.fingerprint and "arms" in row:
                 self.sizes = row["arms"]
@@ -1418,6 +1421,10 @@ class State:
         elif row["event"] == "failure":
             self._see(row)
         return []
+
+    def asked_of(self, run: str) -> Tuple[str, str]:
+        """The model that a run asked for, and its host."""
+        return self._models.get(run, "?"), self._hosts.get(run, "?")
 
     def _job(self, row: Mapping[str, Any]) -> None:
         """A step of a job: intent; then uploaded, created or disowned; collected or abandoned in the end."""
@@ -1517,7 +1524,7 @@ class History(NamedTuple):
 
 def replay(path: str, take: Callable[[Line], Any]) -> History:
     """Hand every line that holds a row to `take`, in order; HarnessError when the file holds no ledger."""
-    rows = crc = 0
+    rows = crc = seq = last = 0
     damaged: List[int] = []
     closed: List[int] = []
     broken: List[int] = []
@@ -1525,10 +1532,11 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
     for line in read_ledger(path):
         if line.row is not None:
             rows += 1
-            if line.row["seq"] != line.number or line.row.get("prev") != "%08x" % crc:
+            if line.row["seq"] != seq + line.number - last or line.row.get("prev") != "%08x" % crc:
                 broken.append(line.number)
-            elif damaged and damaged[-1] == line.number - 1:
-                closed.append(line.number - 1)
+            else:                       # the lines just before, if they are damaged, were cut and then gone on with
+                closed += [number for number in damaged if number > last]
+            seq, last = line.row["seq"], line.number
             take(line)
         elif line.whole:
             damaged.append(line.number)
@@ -3200,7 +3208,7 @@ class Engine(NamedTuple):
     most: int                                                   # requests of one job
     line: Callable[[str, Mapping[str, Any]], Dict[str, Any]]    # (custom id, body) -> a request
     news: Callable[[Mapping[str, Any]], JobNews]
-    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]     # a line -> (HTTP status, body, request id)
+    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]     # a line -> (HTTP status or 0, body, request id)
     files: bool                                                 # requests go up as a file; else inside the creation
 
 
@@ -3235,10 +3243,10 @@ def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
     """A line of results of OpenAI's form and its copies."""
     response, error = an_object(line.get("response")), line.get("error")
     status, body = response.get("status_code"), response.get("body")
-    status = status if type(status) is int else 200 if isinstance(body, dict) and not error else 500
+    status = status if type(status) is int else 200 if isinstance(body, dict) and not error else 0
     if error or not isinstance(body, dict):
         error = an_object(error).get("error") or error                  # vLLM nests it
-        status, body = max(status, 500 if status < 400 else 400), {"error": error or "no body"}
+        status, body = status if status >= 400 else 0, {"error": error or "no body"}
     return status, body, response.get("request_id")
 
 
@@ -3250,7 +3258,7 @@ def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
         return 200, result.get("message"), None
     refused = an_object(error.get("error")).get("type") == "invalid_request_error"
     body = error if kind == "errored" else {"error": "the request was %s" % kind}
-    return 400 if refused else 500, body, error.get("request_id")
+    return 400 if refused else 0, body, error.get("request_id")
 
 
 CHAT_URL = "/v1/chat/completions"
@@ -3324,7 +3332,7 @@ class Jobs:
             response = self._client.exchange(self._client.head("GET", place), b"", 3600.0, MAX_RESULTS)
             if response.status == 200:
                 parts.append(without_bom(response.body).rstrip(b"\r\n"))
-            elif not partly or response.status != 404:
+            elif not partly or response.status not in (404, 410):
                 self._refuse(response)
         for part in filter(None, parts):
             try:
@@ -3344,8 +3352,10 @@ class Jobs:
         status, body, request = self.engine.result(line)
         headers = {"x-request-id": request} if isinstance(request, str) else {}
         try:
-            return self.endpoint.reply(Response(status, headers, json.dumps(body).encode("ascii"), True))
+            return self.endpoint.reply(Response(status or 500, headers, json.dumps(body).encode("ascii"), True))
         except CallFailed as failure:
+            if not status:
+                failure.status, failure.detail = None, failure.detail.replace("HTTP 500: ", "", 1)
             return failure
 
     def _document(self, method: str, path: str, data: bytes = b"", *lines: str) -> Mapping[str, Any]:
@@ -3401,7 +3411,8 @@ def sorted_lines(raw: bytes, requests: Mapping[str, Any], outcome: Callable[[Map
             document = None
         name = an_object(document).get("custom_id")
         if not isinstance(name, str) or name not in requests or not document.keys() & {"response", "error", "result"}:
-            came.unknown.append(shown(name) if isinstance(document, dict) else "line %d, which is no JSON" % number)
+            came.unknown.append("line %d, %s" % (number, "custom id " + shown(name) if isinstance(document, dict) else
+                                                 "which is no JSON object"))
         elif name not in found:
             found[name] = line
             came.outcomes[name] = outcome(an_object(document))
@@ -3425,6 +3436,7 @@ class Rounds:
         self._troubles = 0                      # failures in a row of what only looks
         runner.ledger, runner.deadline = ledger, time.monotonic() + (runner.options.deadline or math.inf)
         self._only: Optional[Set[int]] = None           # texts that this command has asked about
+        self.noted: Set[str] = set()                    # custom ids of which the ledger says that no reply came
 
     # ---- the rounds ----
 
@@ -3456,7 +3468,7 @@ class Rounds:
         for job in jobs:
             if not runner.code:
                 self._finish(job)
-        self._fruitless = self._fruitless + 1 if jobs and runner.tally["replies"] == came else 0
+        self._fruitless = self._fruitless + 1 if (jobs or self._round) and runner.tally["replies"] == came else 0
         if self._fruitless == TRIES:
             runner.stop("%d rounds of jobs brought no reply" % TRIES, STOPPED)
         return not runner.code
@@ -3545,16 +3557,18 @@ class Rounds:
                     for id_, sha, source in zip(request["batch"], request["text_sha"], request["sources"])]
         self._evidence(key, "requests", lines)
         self._evidence(key, "manifest", manifest)
+        self.runner.begin(self._header)
         self.step("intent", key, engine=kind, round=self._round, ordinal=ordinal, requests=requests,
                   strict=self.runner.options.order == "strict" or None, retry_params=self.runner.retry_params)
         self._ledger.sync()                     # before anything that costs money is made
         return key, lines
 
     def step(self, step: str, key: str, **members: Any) -> None:
-        """Put a step of a job on the ledger; the run's own row comes before its first."""
-        runner = self.runner
-        runner.begin(self._header)
-        runner.append_event("job", step=step, key=key, stage=runner.task.stage, task=runner.task.fingerprint, **members)
+        """Put a step of a job on the ledger, under the run that intended it."""
+        runner, job = self.runner, self.state.jobs.get(key)
+        run = runner.run_id if job is None else job.intent["run"]
+        runner.append_event("job", run=run, step=step, key=key, stage=runner.task.stage, task=runner.task.fingerprint,
+                            **members)
 
     def _evidence(self, key: str, what: str, lines: Sequence[bytes]) -> None:
         folder = os.path.splitext(self._ledger.path)[0] + "-jobs"
@@ -3589,7 +3603,7 @@ class Rounds:
             if self.runner.code:                        # the last step may not be on the ledger
                 return
             try:
-                news = self._call(lambda: self._jobs.create(key, self.runner.run_id, file, lines))
+                news = self._call(lambda: self._jobs.create(key, self.runner.run_id, file, lines), True)
             except CallFailed as failure:
                 if failure.status in NOT_MADE and (failure.kind == "stop" or not left):
                     self._give_up(key, failure)
@@ -3597,6 +3611,7 @@ class Rounds:
                     self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
                 else:
                     self.say("it is not known whether a job was made (%s); looking for it" % failure.detail)
+                    self._wait(failure.wait or 0.0, failure.detail)
                     self._look_for(job)
                     return
             else:
@@ -3688,10 +3703,13 @@ class Rounds:
         for left in range(TRIES, -1, -1):
             try:
                 raw = self._call(functools.partial(self._jobs.fetch, news, not left))
+                counted = not news.errors and any(news.counts.get(word) for word in ("completed", "succeeded"))
+                if not left and not raw and counted:
+                    raise CallFailed("retry", "none of its results can be had, and it counts some")
                 if not left or news.total("total", "processing") <= raw.count(b"\n") + bool(raw):
                     return raw  # type: ignore[no-any-return]
             except CallFailed as failure:
-                if not left or self.runner.code or (failure.kind == "stop" and failure.status != 404):
+                if not left or self.runner.code or (failure.kind == "stop" and failure.status not in (404, 410)):
                     raise
             self._wait(POLL, "job %s: its results are not whole yet" % news.name)
             news = self._call(functools.partial(self._jobs.news, news.name))
@@ -3721,9 +3739,11 @@ class Rounds:
         # An uncertain refusal is a verdict on a content only where more was answered: else it may hit everybody.
         failures = [outcome for outcome in came.outcomes.values() if isinstance(outcome, CallFailed)]
         doubtful = [failure for failure in failures if failure.kind == "rejected" and not failure.certain]
-        proven = len(doubtful) < len(came.outcomes) - len(failures)
+        proven = len(doubtful) < len(came.outcomes) - len(failures) or (
+            runner.proven() and len(doubtful) < MAX_STRIKES)
         tally: Counter[str] = collections.Counter()
-        named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": []}
+        named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": [],
+                                       "errored": []}
         owner = {id_: other for other, request in requests.items() for id_ in request["batch"]}
         for custom_id, request in requests.items():
             outcome = came.outcomes.get(custom_id, CallFailed("retry", "the results hold no line for it"))
@@ -3738,16 +3758,21 @@ class Rounds:
                 code, extra = self._record(job, ask, outcome, name, custom_id)
                 named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in extra)
                 tally[code] += len(ask.items)
-            else:
-                runner.append_failure(ask, outcome, custom_id=custom_id, job=name)
+            elif custom_id not in self.noted:
+                runner.append_failure(ask, outcome, run=job.intent["run"], custom_id=custom_id, job=name)
                 tally["no reply"] += len(ask.items)
+                named["errored"] += [custom_id] * (custom_id in came.outcomes)
             if runner.code:
                 return False
         for what, some in named.items():
             for entry in some[:MAX_REPORTED]:
-                self.say("job %s, %s: %s%s" % (name, what, entry, " (%s)" % ", ".join(
-                    requests[entry]["batch"]) if entry in requests else ""))
+                about = " (%s)" % ", ".join(requests[entry]["batch"]) if entry in requests else ""
+                said = getattr(came.outcomes.get(entry), "detail", "") if what == "errored" else ""
+                self.say("job %s, %s: %s%s%s" % (name, what, entry, about, ": " * bool(said) + said))
         items = sum(len(request["batch"]) for request in requests.values())
+        if not tally and "collected" in job.steps:
+            self.say("job %s: nothing new, its results were collected before" % name)
+            return True
         self.step("collected", job.intent["key"], job=name, items=items,
                   **{what: len(some) for what, some in named.items()}, **members)
         self.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
@@ -3763,18 +3788,19 @@ class Rounds:
         runner, intent = self.runner, job.intent
         verdict = validate(ask.items, reply, runner.task, bool(intent.get("strict")))
         row = attempt_row(ask, reply, verdict, runner.task, {
-            "at": timestamp(), "run": runner.run_id, "ms": None, "job": name, "custom_id": custom_id,
+            "at": timestamp(), "run": intent["run"], "ms": None, "job": name, "custom_id": custom_id,
             "params": intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None,
             "prompt_sha": intent["requests"][custom_id]["prompt_sha"]})
-        runner.begin(self._header)
         runner.record(row, row_parts(row))
         runner.tally.update(calls=1, replies=1)
         return verdict.code, verdict.extra
 
     # ---- patience ----
 
-    def _call(self, function: Callable[[], Any]) -> Any:
-        """What a function gives, in a thread of its own, so that it ends in time and signals are heard meanwhile."""
+    def _call(self, function: Callable[[], Any], to_its_end: bool = False) -> Any:
+        """What a function gives, in a thread of its own, so that it ends in time.  Signals and the deadline give up
+        what only looks; what makes something is waited for.
+        """
         came: List[Tuple[Any, Optional[BaseException]]] = []
 
         def work() -> None:
@@ -3788,6 +3814,8 @@ class Rounds:
         while thread.is_alive():
             thread.join(0.2)
             self.runner.model.tick(time.monotonic())
+            if not to_its_end and self._called_off("waiting for the provider") and thread.is_alive():
+                raise CallFailed("retry", "given up")
         value, error = came[0]
         if error is not None:
             raise error
@@ -3813,15 +3841,20 @@ class Rounds:
             self.runner.stop("%s now: %s" % (words, failure.detail), WAITING)
         self._wait(failure.wait or min(MAX_POLL, POLL * self._troubles), "%s (%s)" % (words, failure.detail))
 
+    def _called_off(self, words: str) -> bool:
+        """Whether a signal or the deadline has ended the run."""
+        if self.runner.signals:
+            self.runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
+        elif time.monotonic() >= self.runner.deadline:
+            self.runner.stop("the --deadline has passed; " + words, WAITING)
+        return bool(self.runner.code)
+
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why; signals and the deadline end it."""
         began, spoken = time.monotonic(), False
         while not self.runner.code and time.monotonic() - began < seconds:
             time.sleep(min(0.2, seconds))
-            if self.runner.signals:
-                self.runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
-            elif time.monotonic() >= self.runner.deadline:
-                self.runner.stop("the --deadline has passed; " + words, WAITING)
+            self._called_off(words)
             if self.say.width:
                 self.say.live(fitting(["%s, %s" % (clock(time.monotonic() - began), words)], self.say.width - 1))
             elif not spoken:
@@ -3853,8 +3886,10 @@ def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], ledge
                 job.name or "a file of requests", key))
         group = next(rounds.portions(rounds.asks(), sys.maxsize, math.inf), None)
         if group is None:
-            out("nothing to do: no item is pending")
-            return DONE
+            state = runner.arms[0].state
+            out("nothing to do: %d of %d items answered, %d quarantined" % tuple(map(
+                state.count, (ANSWERED, FROZEN, QUARANTINED))))
+            return closing_words(runner, state.count(ANSWERED), state.count(QUARANTINED), out)
         key, lines = rounds.intend(group, 1, "file")
         try:
             write_whole(runner.options.file, lambda file: file.write(b"\n".join([*lines, b""])), "the file")
@@ -3874,6 +3909,7 @@ def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
     keys = set(re.findall(r'"custom_id"\s*:\s*"([0-9a-f]{24})-\d+"', raw.decode("utf-8", "replace")))
     jobs: Dict[str, OpenJob] = {}
     runs: Dict[str, Dict[str, Any]] = {}
+    noted: Set[str] = set()
     unanswered, options.workers = 0, 1
 
     def take(row: Mapping[str, Any]) -> None:
@@ -3882,8 +3918,10 @@ def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
             runs[row["run"]] = dict(row)
         elif row["event"] == "job" and key in keys and "requests" in row and row.get("engine") == "file":
             jobs[key] = OpenJob(row, {}, set())
-        elif row["event"] == "attempt" and key in jobs:
-            jobs[key].seen.add(row["custom_id"])
+        elif row["event"] == "job" and key in jobs:
+            jobs[key].steps[row["step"]] = row
+        elif row["event"] in ("attempt", "failure") and key in jobs:
+            (jobs[key].seen if row["event"] == "attempt" else noted).add(row["custom_id"])
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
     with contextlib.closing(Ledger(options.ledger)) as ledger:
@@ -3908,12 +3946,13 @@ def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
             runner = Runner(task, model, [Pending(Sample(options.ledger, []), state, 1, options)], options)
             header = {name: value for name, value in run.items() if name not in LINE_MEMBERS}
             rounds = Rounds(runner, header.copy, ledger, say)
+            rounds.noted = noted
             with runner.lock:
                 rounds.take_in(job, Collected(
                     {name: outcome for name, outcome in came.outcomes.items() if name in mine}, came.unknown,
                     [name for name in came.repeated if name in mine]), "file %s" % ", ".join(options.file))
             came.unknown.clear()                                        # named once
-            unanswered += runner.tally["unanswered"]
+            unanswered += runner.tally["unanswered"] + runner.tally["quarantined"]
             if runner.code:
                 return closing_words(runner, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
@@ -4280,7 +4319,8 @@ def decided(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.
     if arm.name["size"] == 1:
         return "baseline", "%d single first calls" % first
     if base is None or found.singles < BASELINE:
-        return "baseline first", "%d of %d single first calls of this model and task" % (found.singles, BASELINE)
+        return "baseline first", "%d of %d single first calls of this model and task; a `trial` gives them" % (
+            found.singles, BASELINE)
     rates = failure_limits(failed, first)
     if rates.low > options.max_failure:
         alone = rate(base.tally["first"] - base.tally["first_ok"], base.tally["first"])
@@ -4637,8 +4677,8 @@ def inspection(options: argparse.Namespace, reading: Reading, datas: Sequence[Ma
     arms = [tuple(data[word] for word in GROUP) for data in datas]
 
     def beside(title: str, some: Iterable[int]) -> List[str]:
-        rows = [(texts[key], *(answers.get((key, arm)) for arm in arms)) for key in some]
-        return ["<h2>%s</h2>" % title, as_table(("text", *map(arm_label, datas)), rows)] if rows else []
+        rows = [(texts[key], short_id(key), *(answers.get((key, arm)) for arm in arms)) for key in some]
+        return ["<h2>%s</h2>" % title, as_table(("text", "item", *map(arm_label, datas)), rows)] if rows else []
     tables = beside("The first %d texts and their answers, to be read by a person" % len(first), first)
     tables += beside("Texts whose answer is another than at size 1", [k for k in texts if short_id(k) in differing])
     rows = [(short_id(key_of(place[3])), texts.get(key_of(place[3])), row.get("verdict"), row.get("detail"),
@@ -4671,8 +4711,6 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     broken = {path: history.broken for path, history in histories.items() if history.broken}
     damaged = {path: history.damaged for path, history in histories.items() if history.damaged}
     code = DONE if options.fail_unless_safe is None or wanted == {"safe"} and not broken else QUARANTINED_LEFT
-    if options.fail_unless_safe is not None and not wanted:
-        say("no arm of size %d on %s" % (options.fail_unless_safe, ", ".join(ledgers)))
     if options.html is not None:
         page = page_of(datas, reading, inspection(options, reading, datas)).encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(page), "--html")
@@ -4685,14 +4723,19 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
         out("\n".join(arm_lines(data, len(ledgers) > 1)))
     if not datas:
         out("no replies on this ledger: first pass ok %s" % rate(0, 0))
+    if options.html is not None:
+        say("the page is in %s" % options.html)
     for words in change_lines(reading.changes):
         out(words)
     if reading.failures:
         out("calls without a reply: " + counts(reading.failures))
-    for found, words in ((damaged, "damaged lines, skipped"),
-                         (broken, "lines that do not follow the one before (edited, removed or repeated)")):
-        for path, numbers in found.items():
+    for lines_of, words in ((damaged, "damaged lines, skipped"),
+                            (broken, "lines that do not follow the one before (edited, removed or repeated)")):
+        for path, numbers in lines_of.items():
             out("%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path))
+    if code:
+        found = ", ".join(sorted(wanted)) or "no such arm"
+        say("size %d is not shown to be safe: %s" % (options.fail_unless_safe, found))
     return code
 
 
@@ -4728,7 +4771,8 @@ def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, D
         row = line.row or {}
         if row["event"] == "run":
             runs[row["run"]] = row
-        if any(found[0].startswith(name) or name.startswith(found[0]) for name in row.get("batch", ())):
+        named = row.get("batch") or [name for word in OUTCOMES for name in row.get(word, ())]
+        if any(found[0].startswith(name) or name.startswith(found[0]) for name in named):
             touching.append((line.number, row))
     replay(path, search)
     found = [name for name in names if name == wanted] or list(names)
@@ -4747,7 +4791,7 @@ def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, D
 def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     """Defend one row: its text, every attempt that touched it, the prompts proved by hash, and where it stands."""
     name, touching, runs = rows_about(options.ledger, options.id)
-    wanted = {other for _, row in touching for other in row["batch"]}
+    wanted = {other for _, row in touching for other in row.get("batch", ())}
     texts: Dict[str, Item] = {}
     if options.input is not None:
         with contextlib.closing(Source(input_spec(options))) as source:
@@ -4759,6 +4803,10 @@ def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
     out("item %s, text: %s" % (name, texts[name].text if name in texts else absent), wrap=False)
     settled: List[str] = []
     for number, row in touching:
+        if row["event"] == "apply":
+            outcomes = [word for word in OUTCOMES if any(name.startswith(one) for one in row.get(word, ()))]
+            out("\nline %d, %s, %s: %s" % (number, row.get("at"), row["target"], ", ".join(outcomes)))
+            continue
         arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
         out("\nline %d, %s, %s of run %s, batch %s%s" % (
             number, row.get("at"), row["event"], row.get("run"), row.get("batch_id"), arm))
@@ -5136,21 +5184,22 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
                 if row.error is None:
                     item = Item(row.text, row.key, options.id_length)
                     texts[item.id] = item
-    answers: Dict[str, Dict[int, int]] = {}                         # task -> text -> hash of what was accepted
+    answers: Dict[str, List[Tuple[str, Dict[int, int]]]] = {}       # task -> (ledger, text -> hash of its answer)
     faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
     for path in each_once(options.ledger or [LEDGER]):
         auditor = Auditor(path, texts)
         auditor.settle(replay(path, auditor.take))
         faults += auditor.faults
         checked += auditor.checked
-        for (task, arm), mine in auditor.answers.items():
-            known = answers.setdefault(task, mine if arm is None else {})
-            for key in mine.keys() & known.keys() if arm is None else ():
-                if mine[key] != known[key]:
-                    faults.append("item %s has another answer in %s than in a ledger before" % (short_id(key), path))
-            known.update({key: mine[key] for key in mine.keys() - known.keys()} if arm is None else {})
+        for task, mine in [(task, found) for (task, arm), found in auditor.answers.items() if arm is None]:
+            for other, theirs in answers.setdefault(task, []):
+                faults += ["item %s has another answer in %s than in %s" % (short_id(key), path, other)
+                           for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]]
+            answers[task].append((path, mine))
         for words in auditor.lines():
             out(words)
+    if texts and checked["derived"] and not checked["prompts"]:
+        faults.append("%s holds the texts of none of these prompts; check --input and --text-field" % options.input)
     for words in faults[:1000]:
         out(words)
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
@@ -5201,11 +5250,12 @@ class Table:
                 ", ".join(name for name, kind in kinds.items() if kind == "table") or "none"))
         columns = [row[1] for row in self.base.execute("PRAGMA table_info(%s)" % quoted(self.name))]
         wanted = [self.text, self.key, self.batch, *self.fields, *([self.rubric] if self.rubric else [])]
-        absent = [name for name in wanted if name not in columns]
+        named = {self.text: "--text-field", self.key: "--id-field", self.batch: "--batch-column",
+                 self.rubric: "--rubric-column", **dict.fromkeys(self.fields, "--set COLUMN=FIELD")}
+        absent = ["%s (%s)" % (name, named[name]) for name in wanted if name not in columns]
         if absent or len(set(wanted)) < len(wanted):
-            raise HarnessError("table %s has no column %s, or one has two uses; it has %s: map with --text-field, "
-                               "--id-field, --batch-column, --rubric-column, --set COLUMN=FIELD" % (
-                                   self.name, ", ".join(absent) or "of its own for each", ", ".join(columns)))
+            raise HarnessError("table %s has no column %s; it has %s" % (
+                self.name, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
         taken = {name.lower() for name in columns}
         self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
         try:
@@ -5308,9 +5358,8 @@ class Applier:
             known = self._by_source.get(str(key))
             if known is not None:
                 self._note(known, "stale_text")
-        elif self._before(decided, batch) and not any(
-                now is None and value is not None for now, value in zip(values, decided.values)):
-            self._note(sha, "applied")                  # what a person changed since stays as it is
+        elif self._before(decided, batch, values):
+            self._note(sha, "applied")
         elif version is not None and rubric is not None and not (
                 re.match(r"-?\d+(\.0)?\Z", str(rubric)) and int(float(rubric)) <= version):
             self._note(sha, "stale_rubric")
@@ -5323,9 +5372,20 @@ class Applier:
         else:
             self._note(sha, "stale_text")
 
-    def _before(self, decided: Decided, batch: Any) -> bool:
-        """Whether a row's mark says that this was written; a mark of another stage on the same text says so, too."""
-        return batch == decided.mark or (decided.name in self._known and str(batch).endswith("/" + decided.name))
+    def settle(self) -> None:
+        """What has met no row is missing."""
+        gone = self.found.keys() - self.outcomes.keys() - self.left_out
+        self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
+
+    def _before(self, decided: Decided, batch: Any, values: Tuple[Any, ...]) -> bool:
+        """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
+        have changed it since (the mark may be that of another stage on the same text).
+        """
+        pairs = list(zip(values, decided.values))
+        if batch == decided.mark and all(now == value or str(now) == str(value) for now, value in pairs):
+            return True
+        return decided.name in self._known and str(batch).endswith("/" + decided.name) and not any(
+            now is None and value is not None for now, value in pairs)
 
     def _note(self, sha: str, outcome: str) -> None:
         before = self.outcomes.get(sha, outcome)
@@ -5337,16 +5397,25 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
     import sqlite3
     check_twice("--set", options.set)
     task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    target = "%s, table %s" % (os.path.abspath(options.database), options.table)
+    columns = ", ".join(sorted(column for column, _ in options.set) or sorted(task.fields))
+    target = "%s, table %s (%s)" % (os.path.abspath(options.database), options.table, columns)
     with contextlib.ExitStack() as stack:
         ledger = None if options.dry_run else stack.enter_context(contextlib.closing(Ledger(options.ledger)))
         known: Dict[str, str] = {}                      # item -> its last outcome on the ledger
 
         def take(row: Mapping[str, Any]) -> None:
-            if row["event"] == "apply" and (row["task"], row["target"]) == (task.fingerprint, target):
-                known.update({name: word for word in OUTCOMES for name in row.get(word, [])})
+            if row["event"] == "apply" and row["target"] == target:
+                mine = row["task"] == task.fingerprint
+                news = {name: word for word in OUTCOMES for name in row.get(word, [])}
+                if mine:
+                    known.update(news)
+                else:                                   # another task has written these columns since
+                    for name in row.get("applied", []):
+                        known.pop(name, None)
         if ledger is not None:
             ledger.replay(take)
+        else:
+            replay(options.ledger, lambda line: take(line.row or {}))
         try:
             table = Table(options, task)
         except sqlite3.Error as error:
@@ -5358,6 +5427,8 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
         try:
             while after is not None:
                 after = applier.chunk(after)
+                if after is None:
+                    applier.settle()
                 if ledger is not None:
                     note_outcomes(ledger, applier, known, task, target, after is None)
         except sqlite3.Error as error:
@@ -5368,14 +5439,13 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
     out("%d answered items: %s%s" % (
         len(applier.found), counts(collections.Counter(applier.outcomes.values())),
         "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
+    if "applied" not in applier.outcomes.values():
+        say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
     return DONE
 
 
 def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
     """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
-    if last:
-        gone = applier.found.keys() - applier.outcomes.keys() - applier.left_out
-        applier.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
     news: Dict[str, List[str]] = collections.defaultdict(list)
     for sha, outcome in applier.outcomes.items():
         name = applier.found[sha].name
@@ -5713,6 +5783,9 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
     files += [os.path.realpath(options.file)] if options.command == "emit" else []
     if len(set(files)) < len(files):
         raise HarnessError("--ledger, --input, --task or the file of `emit` name one file; name another")
+    if options.command == "emit" and os.path.isfile(options.file) and b'"method": "POST"' not in read_whole(
+            options.file)[:200]:
+        raise HarnessError("%s exists and holds no requests; name another file" % options.file)
     if options.baseline is not None:
         replay(options.baseline, lambda line: None)         # refused here, before anything is made, where it is none
     sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
@@ -5781,11 +5854,15 @@ def check_jobs(options: argparse.Namespace, model: Model, state: State) -> None:
     ways = {"file": "`collect` its results, or `emit` with --abandon %s",
             "provider": "say --batch-api, alone or with --abandon %s"}
     for key, job in state.jobs.items():
-        made = str(job.intent.get("engine"))
+        made, asked = str(job.intent.get("engine")), state.asked_of(job.intent["run"])
+        if made == kind == "provider" and asked != (model.name, model.host):
+            raise HarnessError("%s was asked of %s at %s, and this is %s at %s; take it up there first" % (
+                job.name or "a job that may have been made", *asked, model.name, model.host))
         if made != kind and options.abandon not in (key, job.name):
             count = sum(len(request["batch"]) for request in job.intent["requests"].values())
             raise HarnessError("%d items wait for the results of %s; %s" % (
-                count, job.name or "a job that may have been made", ways.get(made, "%s") % (job.name or key)))
+                count, job.name or "a job that may have been made",
+                ways.get(made, "%s") % (key if made == "file" else job.name or key)))
 
 
 def outlook(runner: Runner, frozen: Frozen) -> str:
@@ -5964,7 +6041,8 @@ def command_export(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     target = "standard output" if options.output == "-" else options.output
     say("%d rows to %s: %s" % (sum(tally.values()), target, counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
-        say("no text of this input has an answer on %s; check --ledger, --input and --text-field" % ", ".join(ledgers))
+        say("no text of this input has an answer on %s (a trial's are not exported); check --ledger, --input and "
+            "--text-field" % ", ".join(ledgers))
     return DONE
 
 
