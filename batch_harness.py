@@ -1177,7 +1177,6 @@ NEEDED: Dict[str, Dict[str, Any]] = {                           # members that r
                 "run": str, "batch_id": str, "form": str},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
 OUTCOMES = ("applied", "stale_text", "stale_rubric", "missing_row")     # of apply, for each answered item
-LINE_MEMBERS = ("event", "at", "run", "seq", "prev")            # of a row, that belong to its place on the ledger
 REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
     "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
     "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
@@ -3903,60 +3902,65 @@ def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], ledge
     return runner.code
 
 
-def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
-    """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
-    raw = b"\n".join(without_bom(read_whole(path)) for path in options.file)
-    keys = set(re.findall(r'"custom_id"\s*:\s*"([0-9a-f]{24})-\d+"', raw.decode("utf-8", "replace")))
-    jobs: Dict[str, OpenJob] = {}
-    runs: Dict[str, Dict[str, Any]] = {}
-    noted: Set[str] = set()
-    unanswered, options.workers = 0, 1
+class Emitted:
+    """What a ledger knows of the jobs that `emit` made, of those that some results name."""
 
-    def take(row: Mapping[str, Any]) -> None:
+    def __init__(self, raw: bytes) -> None:
+        self.jobs: Dict[str, OpenJob] = {}
+        self.runs: Dict[str, Mapping[str, Any]] = {}
+        self.noted: Set[str] = set()                    # custom ids of which it says that no reply came
+        self._keys = set(re.findall(rb'"custom_id"\s*:\s*"([0-9a-f]{24})-\d+"', raw))
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take in a row."""
         key = row["key"] if row["event"] == "job" else str(row.get("custom_id")).rpartition("-")[0]
         if row["event"] == "run":
-            runs[row["run"]] = dict(row)
-        elif row["event"] == "job" and key in keys and "requests" in row and row.get("engine") == "file":
-            jobs[key] = OpenJob(row, {}, set())
-        elif row["event"] == "job" and key in jobs:
-            jobs[key].steps[row["step"]] = row
-        elif row["event"] in ("attempt", "failure") and key in jobs:
-            (jobs[key].seen if row["event"] == "attempt" else noted).add(row["custom_id"])
+            self.runs[row["run"]] = row
+        elif row["event"] == "job" and row["step"] == "intent":
+            if key.encode("utf-8") in self._keys and row.get("engine") == "file" and row["run"] in self.runs:
+                self.jobs[key] = OpenJob(row, {}, set())
+        elif row["event"] == "job" and key in self.jobs:
+            self.jobs[key].steps[row["step"]] = row
+        elif row["event"] in ("attempt", "failure") and key in self.jobs:
+            (self.jobs[key].seen if row["event"] == "attempt" else self.noted).add(row["custom_id"])
+
+
+def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+    """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
+    files, options.workers = ", ".join(options.file), 1
+    raw = b"\n".join(without_bom(read_whole(path)) for path in options.file)
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
     with contextlib.closing(Ledger(options.ledger)) as ledger:
-        ledger.replay(take)
-        jobs = {key: job for key, job in jobs.items() if job.intent["run"] in runs}
-        requests = {name: request for job in jobs.values() for name, request in job.intent["requests"].items()}
+        emitted = Emitted(raw)
+        ledger.replay(emitted.take)
+        requests = {name: request for job in emitted.jobs.values() for name, request in job.intent["requests"].items()}
         if not requests:
             raise HarnessError("no line of %s has the custom id of a request that `emit` put on %s; check both names"
-                               % (", ".join(options.file), options.ledger))
+                               % (files, options.ledger))
         client = Client("http://localhost", 1.0, [], "")                # never asked: it reads what others brought
-        endpoint = Endpoint(client, APIS["chat"], {})
-        reader = Jobs(client, endpoint, ENGINES["chat"])
-        came = sorted_lines(raw, requests, reader.outcome)
+        reader = Jobs(client, Endpoint(client, APIS["chat"], {}), ENGINES["chat"])
+        came, left = sorted_lines(raw, requests, reader.outcome), 0
         if not came.outcomes:
-            raise HarnessError("%s holds no results; name the engine's output" % ", ".join(options.file))
-        for job in jobs.values():
-            run, mine = runs[job.intent["run"]], job.intent["requests"]
-            task = load_task(run["task"], run["form"])
-            model = Model(run["model"], "", endpoint, jobs=reader)
+            raise HarnessError("%s holds no results; name the engine's output" % files)
+        for job in emitted.jobs.values():
+            run, mine = emitted.runs[job.intent["run"]], job.intent["requests"]
+            task, model = load_task(run["task"], run["form"]), Model(run["model"], "", reader.endpoint, jobs=reader)
             state = State(task)
             ledger.replay(state.apply)
             runner = Runner(task, model, [Pending(Sample(options.ledger, []), state, 1, options)], options)
-            header = {name: value for name, value in run.items() if name not in LINE_MEMBERS}
-            rounds = Rounds(runner, header.copy, ledger, say)
-            rounds.noted = noted
+            rounds = Rounds(runner, dict, ledger, say)
+            rounds.noted = emitted.noted
             with runner.lock:
                 rounds.take_in(job, Collected(
                     {name: outcome for name, outcome in came.outcomes.items() if name in mine}, came.unknown,
-                    [name for name in came.repeated if name in mine]), "file %s" % ", ".join(options.file))
+                    [name for name in came.repeated if name in mine]), "file " + files)
             came.unknown.clear()                                        # named once
-            unanswered += runner.tally["unanswered"] + runner.tally["quarantined"]
+            left += runner.tally["unanswered"] + runner.tally["quarantined"]
             if runner.code:
                 return closing_words(runner, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
-    return QUARANTINED_LEFT if unanswered else DONE
+    return QUARANTINED_LEFT if left else DONE
 
 
 def read_whole(path: str) -> bytes:
