@@ -39,16 +39,27 @@ def finished(words):
 
 
 def killed_on_the_way(words, longest):
-    """Start a command and kill it, again and again, then let it finish; how often it was killed before its end."""
+    """Start a command and kill it, again and again, until it finishes by itself; how often it was killed."""
     kills = 0
-    for _ in range(KILLS):
+    while True:
         run = started(words)
-        time.sleep(dice.uniform(0.05, longest))
-        if run.poll() is None:
-            run.kill()
-            kills += 1
+        time.sleep(dice.uniform(0.15, longest))
+        ended = run.poll() is not None
+        run.kill()
         run.communicate()
+        if ended:
+            break
+        kills += 1
     finished(words)
+    return kills
+
+
+def until_enough(proof):
+    """Repeat a proof, which gives its kills, on new files; all kills."""
+    kills = rounds = 0
+    while kills < KILLS:
+        rounds += 1
+        kills += proof("killed-%d.jsonl" % rounds)
     return kills
 
 
@@ -84,21 +95,25 @@ def check(what, condition, detail=""):
 
 
 def online(command, *more):
-    workers, server = 4, tests.Endpoint(slow)
+    workers, server, again = 4, tests.Endpoint(slow), []
     words = [command, "--input", "items.jsonl", "--labels", "good,bad", "--model", "openai:m", "--base-url", server.base, "--workers",
              str(workers), *more]
     finished([*words, "--ledger", "whole.jsonl"])
     whole = collections.Counter(body["messages"][0]["content"] for _, _, body in server.requests)
-    server.requests.clear()
-    kills = killed_on_the_way([*words, "--ledger", "killed.jsonl"], 0.5)
-    asked = collections.Counter(body["messages"][0]["content"] for _, _, body in server.requests)
-    check(command, answers("killed.jsonl") == answers("whole.jsonl"))
-    check(command + ": the same prompts", set(asked) == set(whole))
-    again = sum(asked.values()) - sum(whole.values())
-    check(command + ": calls made again", again <= workers * kills, "%d after %d kills" % (again, kills))
-    finished(["audit", "--ledger", "killed.jsonl", "--input", "items.jsonl"])
+
+    def once(ledger):
+        server.requests.clear()
+        kills = killed_on_the_way([*words, "--ledger", ledger], 0.5)
+        asked = collections.Counter(body["messages"][0]["content"] for _, _, body in server.requests)
+        check(command, answers(ledger) == answers("whole.jsonl"))
+        check(command + ": the same prompts", set(asked) == set(whole))
+        again.append(sum(asked.values()) - sum(whole.values()))
+        check(command + ": calls made again", again[-1] <= workers * kills, "%d after %d kills" % (again[-1], kills))
+        finished(["audit", "--ledger", ledger, "--input", "items.jsonl"])
+        return kills
+    kills = until_enough(once)
     server.close()
-    print("%s: %d kills, %d of %d calls made again" % (command, kills, again, sum(whole.values())))
+    print("%s: %d kills in %d runs of %d calls, %d calls made again" % (command, kills, len(again), sum(whole.values()), sum(again)))
 
 
 def by_jobs(form):
@@ -109,33 +124,46 @@ def by_jobs(form):
              engine.base, "--batch-api", "--batch-size", "5"]
     finished([*words, "--ledger", "whole.jsonl"])
     whole = collections.Counter(engine.prompts())
-    engine.jobs.clear()
-    kills = killed_on_the_way([*words, "--ledger", "killed.jsonl"], 0.4)
-    check("jobs", answers("killed.jsonl") == answers("whole.jsonl"))
-    check("one job and never two", collections.Counter(engine.prompts()) == whole)
-    finished(["audit", "--ledger", "killed.jsonl", "--input", "items.jsonl"])
+
+    def once(ledger):
+        engine.jobs.clear()
+        kills = killed_on_the_way([*words, "--ledger", ledger], 0.5)
+        check("jobs", answers(ledger) == answers("whole.jsonl"))
+        check("one job and never two", collections.Counter(engine.prompts()) == whole)
+        finished(["audit", "--ledger", ledger, "--input", "items.jsonl"])
+        return kills
+    kills = until_enough(once)
     engine.close()
-    print("batch jobs (%s): %d kills, %d requests, none paid twice" % (form, kills, sum(whole.values())))
+    print("batch jobs (%s): %d kills in runs of %d requests, none paid twice" % (form, kills, sum(whole.values())))
 
 
 def applied(count):
-    finished(["--input", "items.jsonl", "--labels", "good,bad", "--model", "demo", "--ledger", "whole.jsonl"])
-    with contextlib.closing(sqlite3.connect("posts.db")) as base:
-        base.execute("CREATE TABLE posts (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT)")
-        base.executemany("INSERT INTO posts (id, text) VALUES (?, ?)", [(n, "text number %d" % n) for n in range(count)])
-        base.commit()
-    words = ["apply", "--ledger", "whole.jsonl", "--database", "posts.db", "--table", "posts", "--batch-column", "decided"]
-    kills = killed_on_the_way([*words, "--limit", "25"], 0.25)
-    finished(words)
-    wanted = {name: answer for (_, name), answer in answers("whole.jsonl").items()}
-    with contextlib.closing(sqlite3.connect("posts.db")) as base:
-        rows = base.execute("SELECT text, answer FROM posts").fetchall()
-    check("apply", all(wanted[tests.bh.item_id(text)] == answer for text, answer in rows))
-    with open("whole.jsonl", encoding="utf-8") as file:
-        noted = [name for row in map(json.loads, file) if row["event"] == "apply" for name in row.get("applied", [])]
-    check("apply: each outcome stands once", sorted(noted) == sorted(wanted))
-    finished(["audit", "--ledger", "whole.jsonl"])
-    print("apply: %d kills, %d rows" % (kills, len(rows)))
+    def once(name):
+        ledger, posts = name, name + ".db"
+        finished(["--input", "items.jsonl", "--labels", "good,bad", "--model", "demo", "--ledger", ledger])
+        with contextlib.closing(sqlite3.connect(posts)) as base:
+            base.execute("CREATE TABLE posts (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT)")
+            base.executemany("INSERT INTO posts (id, text) VALUES (?, ?)", [(n, "text number %d" % n) for n in range(count)])
+            base.commit()
+        words = ["apply", "--ledger", ledger, "--database", posts, "--table", "posts", "--batch-column", "decided"]
+        kills = 0
+        for _ in range(30):
+            run = started([*words, "--limit", "20"])
+            time.sleep(dice.uniform(0.15, 0.35))
+            kills += run.poll() is None
+            run.kill()
+            run.communicate()
+        finished(words)
+        wanted = {name: answer for (_, name), answer in answers(ledger).items()}
+        with contextlib.closing(sqlite3.connect(posts)) as base:
+            rows = base.execute("SELECT text, answer FROM posts").fetchall()
+        check("apply", all(wanted[tests.bh.item_id(text)] == answer for text, answer in rows))
+        with open(ledger, encoding="utf-8") as file:
+            noted = [name for row in map(json.loads, file) if row["event"] == "apply" for name in row.get("applied", [])]
+        check("apply: each outcome stands once", sorted(noted) == sorted(wanted))
+        finished(["audit", "--ledger", ledger])
+        return kills
+    print("apply: %d kills in runs of %d rows" % (until_enough(once), count))
 
 
 def cut_everywhere():
