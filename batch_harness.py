@@ -1490,10 +1490,11 @@ class State:
 
     def collision(self, id_length: int) -> Optional[str]:
         """An id that two different texts share, or None."""
-        cut = 4 * (32 - id_length)
-        ids = sorted(key >> cut for key in self.status)
-        if any(map(operator.eq, ids, itertools.islice(ids, 1, None))):
-            return next("%0*x" % (id_length, one) for one, other in zip(ids, ids[1:]) if one == other)
+        cut, keys = itertools.repeat(4 * (32 - id_length)), sorted(self.status)
+        ids = map(operator.rshift, keys, cut)           # as iterators: a million ids are not held
+        for name, other in zip(ids, map(operator.rshift, itertools.islice(keys, 1, None), cut)):
+            if name == other:
+                return "%0*x" % (id_length, name)
         return None
 
     def digest(self, id_length: int) -> str:

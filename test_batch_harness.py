@@ -839,7 +839,7 @@ class Mutations(Case):
     def said(self, text):
         """What a reply says of each id, read another way: every element between the outermost brackets, by its own id."""
         text = text[text.rfind("</think>") + 1:]
-        start, end = ("[", "]") if "[" in text else ("{", "}")
+        start, end = ("{", "}") if 0 <= text.find("{") < text.find("[") or "[" not in text else ("[", "]")
         value = json.loads(text[text.index(start):text.rindex(end) + 1])
         return {str(row["id"]).strip().lower(): row["answer"] for row in (value if isinstance(value, list) else [value])}
 
