@@ -2757,7 +2757,7 @@ class Runner:
         """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
         flight, self.ledger = next(self.flights, None), ledger
         self._began = time.monotonic()
-        self.deadline = self._began + (self.options.deadline or math.inf)
+        self.deadline = min(self.deadline, self._began + (self.options.deadline or math.inf))
         with self.lock:
             if flight is None or not self.begin(header):
                 return
@@ -3567,8 +3567,8 @@ class Rounds:
         """Put a step of a job on the ledger, under the run that intended it."""
         runner, job = self.runner, self.state.jobs.get(key)
         run = runner.run_id if job is None else job.intent["run"]
-        runner.append_event("job", run=run, step=step, key=key, stage=runner.task.stage, task=runner.task.fingerprint,
-                            **members)
+        runner.append_event("job", **{"run": run, "step": step, "key": key, "stage": runner.task.stage,
+                                      "task": runner.task.fingerprint, **members})
 
     def _evidence(self, key: str, what: str, lines: Sequence[bytes]) -> None:
         folder = os.path.splitext(self._ledger.path)[0] + "-jobs"
@@ -3640,9 +3640,9 @@ class Rounds:
             except CallFailed as failure:
                 self._heed(failure, "the provider's list cannot be read")
                 continue
-            looks = 0 if doubtful else looks + 1
+            looks, self._troubles = 0 if doubtful else looks + 1, 0
             if ours is None and doubtful:
-                words = "job %s is open and may be the one that was to be made" % doubtful[0]
+                words = "job %s may be the one that was to be made, and cannot be looked into yet" % doubtful[0]
                 if self.runner.options.no_wait:
                     self.runner.stop("%s; wait until it ends, or say --adopt %s" % (words, doubtful[0]), WAITING)
                 self._wait(POLL, words + " (--adopt)")
@@ -3722,7 +3722,7 @@ class Rounds:
         came = sorted_lines(raw, requests, self._jobs.outcome)
         if not came.outcomes and (raw or job.steps["created"].get("by_hand")):
             self.step("disowned", key, detail="job %s holds none of the requests" % news.name)
-            self.runner.stop("job %s holds none of the requests that were submitted (its first line is of %s)" % (
+            self.runner.stop("job %s holds none of the requests that were submitted (but %s)" % (
                 news.name, (came.unknown or ["nothing"])[0]), STOPPED)
             return
         if self.take_in(job, came, news.name, ended_as=news.status, counts=dict(news.counts), detail=news.errors):
@@ -3742,46 +3742,54 @@ class Rounds:
         proven = len(doubtful) < len(came.outcomes) - len(failures) or (
             runner.proven() and len(doubtful) < MAX_STRIKES)
         tally: Counter[str] = collections.Counter()
+        news = False
         named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": [],
                                        "errored": []}
         owner = {id_: other for other, request in requests.items() for id_ in request["batch"]}
         for custom_id, request in requests.items():
             outcome = came.outcomes.get(custom_id, CallFailed("retry", "the results hold no line for it"))
-            named["missing"] += [custom_id] * (custom_id not in came.outcomes)
             ask = ask_of(request)
             flags = [self.state.status.get(key_of(item.digest), 0) for item in ask.items]
             if custom_id in job.seen or any(flag & ANSWERED for flag in flags):
                 continue                        # of a collection that was cut short, or answered meanwhile
+            named["missing"] += [custom_id] * (custom_id not in came.outcomes)
             if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and (proven or outcome.certain):
                 outcome = Reply(None, REJECTED, outcome.detail)
             if isinstance(outcome, Reply):
                 code, extra = self._record(job, ask, outcome, name, custom_id)
                 named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in extra)
                 tally[code] += len(ask.items)
-            elif custom_id not in self.noted:
-                runner.append_failure(ask, outcome, run=job.intent["run"], custom_id=custom_id, job=name)
+                news = True
+            else:
                 tally["no reply"] += len(ask.items)
                 named["errored"] += [custom_id] * (custom_id in came.outcomes)
+                if custom_id not in self.noted:
+                    runner.append_failure(ask, outcome, run=job.intent["run"], custom_id=custom_id, job=name)
+                    news = True
             if runner.code:
                 return False
         for what, some in named.items():
-            for entry in some[:MAX_REPORTED]:
-                about = " (%s)" % ", ".join(requests[entry]["batch"]) if entry in requests else ""
-                said = getattr(came.outcomes.get(entry), "detail", "") if what == "errored" else ""
-                self.say("job %s, %s: %s%s%s" % (name, what, entry, about, ": " * bool(said) + said))
+            self._name(name, what, some[:MAX_REPORTED], requests, came)
         items = sum(len(request["batch"]) for request in requests.values())
-        if not tally and "collected" in job.steps:
+        runner.tally["unanswered"] += tally["no reply"] + len(came.unknown)
+        if not news and "collected" in job.steps:
             self.say("job %s: nothing new, its results were collected before" % name)
             return True
-        self.step("collected", job.intent["key"], job=name, items=items,
+        self.step("collected", job.intent["key"], run=job.intent["run"], job=name, items=items,
                   **{what: len(some) for what, some in named.items()}, **members)
         self.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
             name, items, items - tally["no reply"], counts(tally)))
-        runner.tally["unanswered"] += tally["no reply"] + len(came.unknown)
         if doubtful and not proven:
             runner.stop("%d of %d requests were refused (%s); check account, model, --param and texts" % (
                 len(doubtful), len(requests), doubtful[0].detail), STOPPED)
         return True
+
+    def _name(self, name: str, what: str, some: Sequence[str], requests: Mapping[str, Any], came: Collected) -> None:
+        """Say of each of some custom ids what is the matter with it."""
+        for entry in some:
+            about = " (%s)" % ", ".join(requests[entry]["batch"]) if entry in requests else ""
+            said = getattr(came.outcomes.get(entry), "detail", "") if what == "errored" else ""
+            self.say("job %s, %s: %s%s%s" % (name, what, entry, about, ": " * bool(said) + said))
 
     def _record(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Tuple[str, Sequence[str]]:
         """Judge a reply and append its row, as (verdict, the ids that were not asked)."""
@@ -3867,11 +3875,9 @@ def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger:
     rounds = Rounds(runner, header, ledger, say)
     if not rounds.run():
         return runner
-    online = Runner(runner.task, runner.model, [rounds.pending()], runner.options)
-    online.figures, online.tally = runner.figures, runner.tally
     say("the rest is asked online: %d calls, and more where they fail" % len(rounds.asks()))
-    online.arms = [rounds.pending()]
-    online.flights = online.arms[0].flights()
+    online = Runner(runner.task, runner.model, [rounds.pending()], runner.options)
+    online.figures, online.tally, online.deadline = runner.figures, runner.tally, runner.deadline
     online.run(ledger, header, say)
     return online
 
@@ -3891,6 +3897,8 @@ def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], ledge
                 state.count, (ANSWERED, FROZEN, QUARANTINED))))
             return closing_words(runner, state.count(ANSWERED), state.count(QUARANTINED), out)
         key, lines = rounds.intend(group, 1, "file")
+        if runner.code:
+            return closing_words(runner, 0, 0, out)
         try:
             write_whole(runner.options.file, lambda file: file.write(b"\n".join([*lines, b""])), "the file")
         except HarnessError as error:
@@ -4516,8 +4524,9 @@ def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: argparse.N
     """Every arm as data, against the first arm of size 1 of its task, model and form, and that against the next."""
     datas = []
     for arm in arms:
-        alike = [other for other in arms if other.name["size"] == 1 and other.model == arm.model and all(
-            other.name[word] == arm.name[word] for word in ("stage", "task", "form"))]
+        alike = [other for other in arms if other.name["size"] == 1 and other.tally["first"]
+                 and other.model == arm.model and all(
+                     other.name[word] == arm.name[word] for word in ("stage", "task", "form"))]
         base = alike[0] if alike else None
         found = Comparison() if base is None or base is arm else compared(arm, alike)
         judged = {} if gold is None else gold_data(arm, base, gold, options.gold_field)
@@ -4538,7 +4547,7 @@ def gold_labels(options: argparse.Namespace) -> Optional[Gold]:
     bad = 0
     with contextlib.closing(Source(input_spec(options)._replace(id_field=options.gold_field))) as source:
         for row in source.rows():
-            label = json.loads(row.key or "null") if row.error is None else None
+            label = _source_value(row.key or "null") if row.error is None else None
             bad += row.error is not None
             if label not in (None, ""):         # what a file of text calls 1 is the label 1, too
                 gold[key_of(text_digest(row.text))] = (*comparable(label, ["answer"]), str(label))
@@ -4739,7 +4748,7 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
         for path, numbers in lines_of.items():
             out("%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path))
     if code:
-        found = ", ".join(sorted(wanted)) or "no such arm"
+        found = "its ledger was edited" if broken and wanted else ", ".join(sorted(wanted)) or "no such arm"
         say("size %d is not shown to be safe: %s" % (options.fail_unless_safe, found))
     return code
 
@@ -4833,7 +4842,8 @@ def attempt_words(row: Mapping[str, Any], name: str, runs: Mapping[str, Mapping[
     yield "model", "%s (asked for: %s)" % (row.get("model_string") or "not named by the endpoint", run.get("model"))
     yield "verdict", "%s: %s" % (row["verdict"], VERDICTS[row["verdict"]])
     if row["verdict"] == "ok":
-        yield "answer", encode(row["answers"][name])
+        own = next(one for one in row["batch"] if one.startswith(name) or name.startswith(one))
+        yield "answer", encode(row["answers"][own])
     for word in ("detail", "missing", "extra", "normalised", "params", "finish"):
         if word in row:
             yield word, row[word] if isinstance(row[word], str) else encode(row[word])
@@ -4931,7 +4941,7 @@ def csv_cell(value: Any, raw: bool = False) -> str:
 def flat_rows(rows: Iterable[Dict[str, Any]], task: Task) -> Iterator[Dict[str, Any]]:
     """Rows whose answer of several fields has a member for each; first one whose members name the columns."""
     fields = [] if task.bare else list(task.fields)
-    prefix = "answer." if set(fields) & set(EXPORT_COLUMNS) else ""
+    prefix = "answer." if {field.lower() for field in fields} & set(EXPORT_COLUMNS) else ""
     place = EXPORT_COLUMNS.index("answer")
     answers = [prefix + field for field in fields] or ["answer"]
     columns = [*EXPORT_COLUMNS[:place], *answers, *EXPORT_COLUMNS[place + 1:]]
@@ -4964,16 +4974,18 @@ def write_sqlite(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, ra
     import tempfile
 
     def cell(column: str, value: Any) -> Any:
-        value = json.loads(value) if column == "id" else value
+        value = _source_value(value) if column == "id" else value
         large = isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER
         value = encode(value) if large or isinstance(value, (list, dict)) else value
         return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
     with tempfile.TemporaryDirectory() as folder:
         path, flat = os.path.join(folder, "answers.db"), flat_rows(rows, task)
         with contextlib.closing(sqlite3.connect(path)) as base:
-            names = ", ".join(map(quoted, next(flat)))
-            base.execute("CREATE TABLE answers (%s)" % names)
-            base.executemany("INSERT INTO answers VALUES (%s)" % ", ".join("?" * (names.count(", ") + 1)), (
+            columns = list(next(flat))
+            if len({column.lower() for column in columns}) < len(columns):
+                raise HarnessError("two fields are alike but for case, which SQLite does not tell apart; export JSONL")
+            base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
+            base.executemany("INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)), (
                 [cell(column, value) for column, value in row.items()] for row in flat))
             base.commit()
         with open(path, "rb") as whole:
@@ -5170,7 +5182,8 @@ class Auditor:
     def lines(self) -> Iterator[str]:
         """The numbers, in words."""
         for (kind, name), numbers in sorted(self.numbers.items()):
-            frozen = "frozen %d >= " % sum(self.frozen.get(name, {}).values()) if kind == "task" else ""
+            several = "at most " * (len(self.frozen.get(name, {})) > 1)         # inputs, which may share texts
+            frozen = "frozen %s%d >= " % (several, sum(self.frozen.get(name, {}).values())) if kind == "task" else ""
             yield "%s: %s %s: %s%s" % (self.path, kind, name, frozen, numbers.words())
         for key in sorted(self.open):
             yield "%s: the job of key %s is not collected" % (self.path, key)
@@ -5339,6 +5352,7 @@ class Applier:
         self._by_source = {decided.source: sha for sha, decided in found.items() if decided.source is not None}
         self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
         self.written = 0                                # rows
+        self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
         self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
 
     def chunk(self, after: float) -> Optional[int]:
@@ -5395,6 +5409,7 @@ class Applier:
     def _note(self, sha: str, outcome: str) -> None:
         before = self.outcomes.get(sha, outcome)
         self.outcomes[sha] = min(before, outcome, key=OUTCOMES.index)
+        self.changed.add(sha)
 
 
 def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
@@ -5444,7 +5459,7 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
     out("%d answered items: %s%s" % (
         len(applier.found), counts(collections.Counter(applier.outcomes.values())),
         "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
-    if "applied" not in applier.outcomes.values():
+    if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
         say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
     return DONE
 
@@ -5452,11 +5467,13 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
 def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
     """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
     news: Dict[str, List[str]] = collections.defaultdict(list)
-    for sha, outcome in applier.outcomes.items():
+    changed = applier.outcomes.keys() if last else applier.changed
+    for sha, outcome in ((sha, applier.outcomes[sha]) for sha in changed):
         name = applier.found[sha].name
         if known.get(name) != outcome and (last or outcome == "applied"):
             known[name] = outcome
             news[outcome].append(name)
+    applier.changed.clear()
     if news:
         ledger.append(row_parts({"event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint,
                                  "target": target, **news}))
@@ -5850,8 +5867,8 @@ def check_jobs(options: argparse.Namespace, model: Model, state: State) -> None:
         raise HarnessError("%s has no batch engine that is known; leave --batch-api out, or `emit` a file" % model.name)
     if options.batch_api and options.max_calls:
         raise HarnessError("--max-calls means nothing to batch jobs; bound them with --limit")
-    for word in ("no_wait", "adopt", "abandon"):
-        if getattr(options, word) and not kind:
+    for word in ("no_wait", "adopt", "abandon", "finish"):
+        if getattr(options, word) not in (None, False, "jobs") and not kind:
             raise HarnessError("--%s is about batch jobs; say --batch-api, too" % word.replace("_", "-"))
     for key in state.lost:
         raise HarnessError("the ledger holds the steps of a job, key %s, and what it was to ask is damaged or gone; go "

@@ -3158,7 +3158,7 @@ class BatchJobs(EndpointCase):
             engine.after = lambda step: step in left and (left.remove(step) or True)
             code, out, err = self.jobs(engine, "--no-wait", count=4)
             self.assertEqual((code, len(engine.jobs)), (4, 1))
-            self.assertIn("job msgbatch_0 is open and may be the one that was to be made; wait until it ends, or say --adopt msgbatch_0", out)
+            self.assertIn("job msgbatch_0 may be the one that was to be made, and cannot be looked into yet; wait until it ends, or say --adopt msgbatch_0", out)
             self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
             engine.jobs["msgbatch_0"]["left"] = 0 if not adopt else 1
             code, out, err = self.jobs(engine, *(["--adopt", "msgbatch_0"] if adopt else []))
@@ -3652,6 +3652,24 @@ class BatchJobs(EndpointCase):
         code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
         self.assertEqual((code, out), (2, ""))
         self.assertNotIn("collected", self.steps())
+
+    def test_results_in_parts_are_counted_as_what_they_are(self):
+        self.items_file(10)
+        self.emit()
+        self.answered_file()
+        lines = self.read("results.jsonl").splitlines(True)
+        for name, part in (("a", lines[:3]), ("b", lines[3:4]), ("c", lines)):
+            self.write(name, "".join(part))
+        code, out, err = self.main("collect", "a", "--ledger", "runs/ledger.jsonl")
+        self.assertEqual(code, 1)
+        code, out, err = self.main("collect", "b", "--ledger", "runs/ledger.jsonl")
+        self.assertEqual((code, len(self.failures())), (1, 2))
+        self.assertIn("10 items submitted, 8 came back; by verdict: no reply 2, ok 2", err)
+        self.assertEqual(err.count("missing: "), 1)
+        self.assertEqual(self.main("collect", "c", "--ledger", "runs/ledger.jsonl")[0], 0)
+        self.assertIn("nothing new", self.main("collect", "c", "--ledger", "runs/ledger.jsonl")[2])
+        self.assertEqual(self.statuses(), {"answered": 10})
+        self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 0)
 
     def test_shards_part_the_items_and_none_is_in_two(self):
         self.items_file(40)
@@ -4562,6 +4580,23 @@ class AuditAndApply(EndpointCase):
         self.assertEqual([(row[0], row[2], row[6]) for row in found], [(n, "answered", "=text %d" % (n - 1)) for n in range(1, 6)])
         self.assertEqual([row[1] for row in found], [5, "a", None, str(10 ** 30), 1])
         self.assertEqual([(row[3], json.loads(row[4]), row[5]) for row in found], [tuple(row["answer"].values()) for row in rows])
+
+    def test_an_export_to_a_database_takes_any_name_and_key(self):
+        self.write("items.jsonl", '{"id": %s, "text": "a"}\n' % ("9" * 5000))
+        for number, fields in enumerate(({"tone, all": {"enum": ["a"]}, "x": {"enum": ["b"]}}, {"Text": {"enum": ["a"]}, "x": {"enum": ["b"]}}, {"X": {"enum": ["a"]}, "x": {"enum": ["b"]}})):
+            self.write("task.json", json.dumps({"instruction": "J", "fields": fields}))
+            ledger = "l%d.jsonl" % number
+            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--ledger", ledger)[0], 0)
+            code, out, err = self.main("export", "--input", "items.jsonl", "--ledger", ledger, "--output", "o%d.db" % number)
+            self.assertEqual((code, "fault of its own" in err), (2 if number == 2 else 0, False), err)
+        self.write("gold.csv", "text,gold\na,a\n")
+
+    def test_an_item_is_explained_under_ids_of_several_lengths(self):
+        self.items_file(2)
+        self.main("--input", "items.jsonl", "--model", "demo", "--stage", "one", "--ledger", "l.jsonl")
+        self.main("--input", "items.jsonl", "--model", "demo", "--stage", "two", "--id-length", "16", "--ledger", "l.jsonl")
+        code, out, err = self.main("explain", bh.item_id("text number 0"), "--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual((code, out.count("verdict      ok")), (0, 2), err)
 
     def test_two_different_answers_for_one_item_are_refused_and_both_named(self):
         self.items_file(3)
