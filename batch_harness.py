@@ -2540,7 +2540,7 @@ MAX_STRIKES = 10                        # failures in a row, with no reply betwe
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
 DOUBTFUL = 3                            # refused calls, one on an item's last resort, that end a run without success
-Job = Tuple["Flight", Ask]              # one call to make, and the flight that is told of its verdict
+Errand = Tuple["Flight", Ask]           # one call to make, and the flight that is told of its verdict
 
 
 class Judged(NamedTuple):
@@ -2562,7 +2562,7 @@ class Flight:
         self.failures: Counter[Ask] = collections.Counter()         # calls without a reply
         self.first = self._open()
 
-    def _open(self) -> List[Job]:
+    def _open(self) -> List[Errand]:
         """The calls without a verdict, in the first step that has any."""
         while self._asks:
             codes = [self._codes.get((ask.ids, ask.attempt), "") for ask in self._asks]
@@ -2571,12 +2571,12 @@ class Flight:
             self._asks = advance(self._steps, codes)
         return []
 
-    def told(self, ask: Ask, code: str) -> List[Job]:
+    def told(self, ask: Ask, code: str) -> List[Errand]:
         """Take in one verdict; the calls that follow once all of the step are in."""
         self._codes[ask.ids, ask.attempt] = code
         before = self._asks
-        jobs = self._open()
-        return [] if self._asks is before else jobs         # the others of this step are on their way
+        errands = self._open()
+        return [] if self._asks is before else errands      # the others of this step are on their way
 
 
 class Sample(NamedTuple):
@@ -2743,9 +2743,9 @@ class Runner:
         self.signals: List[int] = []
         self.lock = threading.Lock()
         self._work = threading.Condition(self.lock)                # notified of all that a waiting thread may act on
-        self._ready: Deque[Job] = collections.deque()
-        self._delayed: List[Tuple[float, Job]] = []
-        self._doubtful: List[Tuple[Job, Judged]] = []               # refused while no call had succeeded
+        self._ready: Deque[Errand] = collections.deque()
+        self._delayed: List[Tuple[float, Errand]] = []
+        self._doubtful: List[Tuple[Errand, Judged]] = []            # refused while no call had succeeded
         self.prompt_head = prompt_head(task)
         self._in_flight, self._waiting, self._began, self.deadline = 0, 0, 0.0, math.inf
         self._refusals = 0                                          # in a row, that do not name the content
@@ -2857,23 +2857,23 @@ class Runner:
 
     def _thread(self) -> None:
         """Make calls until there are none; the lock is taken once for each, to settle the last and choose the next."""
-        came: Optional[Tuple[Job, Union[Judged, CallFailed]]] = None
+        came: Optional[Tuple[Errand, Union[Judged, CallFailed]]] = None
         try:
             while True:
                 with self.lock:
                     if came is not None:
                         self._settle(*came)
-                    job = self._next()
-                if job is None:
+                    errand = self._next()
+                if errand is None:
                     return
-                came = job, self._asked(*job)
+                came = errand, self._asked(*errand)
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self.lock:
                 if not isinstance(error, HarnessError):
                     self._error = error
                 self.stop(str(error) or type(error).__name__, STOPPED)
 
-    def _next(self) -> Optional[Job]:
+    def _next(self) -> Optional[Errand]:
         """The next call to make, waiting where there is none yet; None when this run makes no more."""
         while not self.code:
             now = time.monotonic()
@@ -2942,19 +2942,19 @@ class Runner:
 
     # ---- what a call came to ----
 
-    def _settle(self, job: Job, came: Union[Judged, CallFailed]) -> None:
+    def _settle(self, errand: Errand, came: Union[Judged, CallFailed]) -> None:
         """Take in what a call came to.  The caller holds the lock, here and below."""
         self._in_flight -= 1
         if isinstance(came, CallFailed):
-            self._failed(job, came)
+            self._failed(errand, came)
         elif came.refusal is not None:
-            self._refused(job, came, came.refusal)
+            self._refused(errand, came, came.refusal)
         else:
             self.pace.replied()
             self.tally["replies"] += 1
             self._refusals = 0
             self._reject_doubtful()
-            self._record(*job, came)
+            self._record(*errand, came)
             if came.cut:
                 self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a "
                            "part; %s, or take a smaller --batch-size or --batch-chars" % (
@@ -2963,16 +2963,16 @@ class Runner:
         if self._waiting:
             self._work.notify(1 + len(self._ready) + len(self._delayed))
 
-    def _refused(self, job: Job, judged: Judged, refusal: CallFailed) -> None:
+    def _refused(self, errand: Errand, judged: Judged, refusal: CallFailed) -> None:
         """A refusal is a verdict on the content, unless all calls may be refused: while none to this model has
         succeeded, what would quarantine is put aside; later many in a row, which name no content, stop the run.
         """
         self.tally["refused"] += 1
         self._refusals += not refusal.certain
-        if not self.proven() and job[1].quarantines(REJECTED):
-            self._doubtful.append((job, judged))
+        if not self.proven() and errand[1].quarantines(REJECTED):
+            self._doubtful.append((errand, judged))
         else:
-            self._record(*job, judged)
+            self._record(*errand, judged)
         if self._refusals >= MAX_STRIKES:
             self.stop("%d calls in a row were refused (%s); check the account, then ask again what they put into "
                        "quarantine (--retry-quarantined), or leave these texts out" % (
@@ -2986,8 +2986,8 @@ class Runner:
     def _reject_doubtful(self) -> None:
         """Nothing speaks against it that these calls were refused for their content: a verdict, like any other."""
         doubtful, self._doubtful = self._doubtful, []
-        for job, refused in doubtful:
-            self._record(*job, refused)
+        for errand, refused in doubtful:
+            self._record(*errand, refused)
 
     def _record(self, flight: Flight, ask: Ask, judged: Judged) -> None:
         """Append the row, let it take effect, and queue the calls that follow."""
@@ -3030,17 +3030,17 @@ class Runner:
             return False
         return True
 
-    def _failed(self, job: Job, failure: CallFailed) -> None:
+    def _failed(self, errand: Errand, failure: CallFailed) -> None:
         """A call that brought no reply: wait and repeat, leave it for another run, or stop."""
         if failure.kind == "stop":
-            self.append_failure(job[1], failure)
+            self.append_failure(errand[1], failure)
             self.stop(failure.detail, STOPPED)
         else:
-            self._retry(job, failure, time.monotonic())
+            self._retry(errand, failure, time.monotonic())
 
-    def _retry(self, job: Job, failure: CallFailed, now: float) -> None:
+    def _retry(self, errand: Errand, failure: CallFailed, now: float) -> None:
         """Put a call off for as long as the pace says; when that is too long or too often, leave it, or end the run."""
-        flight, ask = job
+        flight, ask = errand
         held = now < self.pace.held_until
         wait = self.pace.failed(failure, now, self._in_flight + 1)
         flight.failures[ask] += 1
@@ -3057,7 +3057,7 @@ class Runner:
             self.tally["left"] += len(ask.items)
         else:
             self._hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
-            self._delayed.append((now + wait, job))
+            self._delayed.append((now + wait, errand))
 
     def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None, **members: Any) -> None:
         """A failure row.  The 429s of one episode are one row; the next row, or the run's last, counts the others."""
@@ -4326,7 +4326,7 @@ def compared(arm: Arm, alike: Sequence[Arm]) -> Comparison:
         (share(halves[0]), share(halves[1])) if arm.name["size"] > 1 else (None, None), differing)
 
 
-def decided(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Tuple[str, str]:
+def size_decision(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Tuple[str, str]:
     """The decision on an arm's size, and why: baseline first, baseline, not yet, safe, not safe."""
     first, failed, shift = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"], found.shift
     if arm.name["size"] == 1:
@@ -4434,7 +4434,7 @@ def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse
     """An arm as data, as --json gives it."""
     tally, items = arm.tally, arm.tally["answered"] + arm.tally["quarantined"]
     rates = failure_limits(tally["first"] - tally["first_ok"], tally["first"])
-    decision, why = decided(arm, base, found, options)
+    decision, why = size_decision(arm, base, found, options)
     tokens = tally["tokens_in"] + tally["tokens_out"]
     kappas = [field["kappa"] for field in found.fields.values() if field["labels"]]
     return {
@@ -5231,12 +5231,12 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
 CHUNK = 1000                                                            # rows of one transaction
 
 
-class Decided(NamedTuple):
+class Change(NamedTuple):
     """An answer to be applied."""
 
     name: str                           # the item's id
     values: Tuple[Any, ...]             # of the columns to set, as SQLite takes them
-    mark: str                           # run and batch that decided, and the item
+    mark: str                           # RUN/BATCH/ITEM
     source: Optional[str]               # the caller's key of the first row with the text
 
 
@@ -5291,9 +5291,9 @@ class Table:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, text: str, decided: Decided) -> bool:
+    def update(self, row: int, text: str, change: Change) -> bool:
         """Write one decision, where the row's text and rubric still allow it; whether they did."""
-        sets, values = [*self.fields, self.batch], [*decided.values, decided.mark]
+        sets, values = [*self.fields, self.batch], [*change.values, change.mark]
         where, bounds = "%s = ? AND %s IS ? COLLATE BINARY" % (self.row, quoted(self.text)), [row, text]
         if self.rubric is not None:
             sets, values = [*sets, self.rubric], [*values, self.version]
@@ -5309,9 +5309,9 @@ def quoted(name: str) -> str:
     return '"%s"' % name.replace('"', '""')
 
 
-def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, Decided]:
+def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, Change]:
     """Every answer that stands for a task, by the 32 digits of its text, each derived from its reply again."""
-    found: Dict[str, Decided] = {}
+    found: Dict[str, Change] = {}
     state = State(task)
 
     def take(line: Line) -> None:
@@ -5328,7 +5328,7 @@ def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, De
                     _, answer = standing(row, sha)
                     fields = {"answer": answer} if task.bare else answer
                     values = tuple(as_cell(fields[field], name) for field in columns.values())
-                    found[sha] = Decided(name, values, "%s/%s/%s" % (row["run"], row["batch_id"], name),
+                    found[sha] = Change(name, values, "%s/%s/%s" % (row["run"], row["batch_id"], name),
                                          None if source is None else str(source))
     replay(path, take)
     return found
@@ -5345,11 +5345,11 @@ def as_cell(value: Any, name: str) -> Any:
 class Applier:
     """Walks a table in transactions, and finds for each answered item what came of it."""
 
-    def __init__(self, table: Table, found: Mapping[str, Decided], known: Set[str],
+    def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
                  options: argparse.Namespace) -> None:
         self.table, self.found, self._left, self._dry = table, found, options.limit or math.inf, options.dry_run
         self._known = known                             # items that the ledger says were applied
-        self._by_source = {decided.source: sha for sha, decided in found.items() if decided.source is not None}
+        self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
         self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
         self.written = 0                                # rows
         self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
@@ -5372,19 +5372,19 @@ class Applier:
 
     def _row(self, row: int, text: Any, key: Any, rubric: Any, batch: Any, values: Tuple[Any, ...]) -> None:
         sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
-        decided, version = self.found.get(sha), self.table.version
-        if decided is None:
+        change, version = self.found.get(sha), self.table.version
+        if change is None:
             known = self._by_source.get(str(key))
             if known is not None:
                 self._note(known, "stale_text")
-        elif self._before(decided, batch, values):
+        elif self._before(change, batch, values):
             self._note(sha, "applied")
         elif version is not None and rubric is not None and not (
                 re.match(r"-?\d+(\.0)?\Z", str(rubric)) and int(float(rubric)) <= version):
             self._note(sha, "stale_rubric")
         elif not self._left:
             self.left_out.add(sha)
-        elif self._dry or self.table.update(row, text, decided):
+        elif self._dry or self.table.update(row, text, change):
             self._left -= 1
             self.written += 1
             self._note(sha, "applied")
@@ -5396,14 +5396,14 @@ class Applier:
         gone = self.found.keys() - self.outcomes.keys() - self.left_out
         self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
 
-    def _before(self, decided: Decided, batch: Any, values: Tuple[Any, ...]) -> bool:
+    def _before(self, change: Change, batch: Any, values: Tuple[Any, ...]) -> bool:
         """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
         have changed it since (the mark may be that of another stage on the same text).
         """
-        pairs = list(zip(values, decided.values))
-        if batch == decided.mark and all(now == value or str(now) == str(value) for now, value in pairs):
+        pairs = list(zip(values, change.values))
+        if batch == change.mark and all(now == value or str(now) == str(value) for now, value in pairs):
             return True
-        return decided.name in self._known and str(batch).endswith("/" + decided.name) and not any(
+        return change.name in self._known and str(batch).endswith("/" + change.name) and not any(
             now is None and value is not None for now, value in pairs)
 
     def _note(self, sha: str, outcome: str) -> None:
