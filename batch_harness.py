@@ -5362,7 +5362,7 @@ class Applier:
         try:
             rows = self.table.chunk(after)
             for row in rows:
-                self._row(row[0], row[1], row[2], row[3], row[4], row[5:])
+                self._row(row)
             base.execute("COMMIT")
         except BaseException:
             if base.in_transaction:
@@ -5370,7 +5370,10 @@ class Applier:
             raise
         return rows[-1][0] if rows else None
 
-    def _row(self, row: int, text: Any, key: Any, rubric: Any, batch: Any, values: Tuple[Any, ...]) -> None:
+    def _row(self, cells: Sequence[Any]) -> None:
+        """Decide one row, as Table.chunk gives it."""
+        row, text, key, rubric, batch = cells[:5]
+        values = tuple(cells[5:])
         sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
         change, version = self.found.get(sha), self.table.version
         if change is None:
