@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
 """batch_harness: ask a language model about many short texts, and keep only answers that prove whose they are.
 
 One file, standard library only, Python 3.8 or newer.  Copy it to any machine and:
@@ -35,7 +36,7 @@ Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checke
 nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130 interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
-THE TRUST LINE, models, run, batch jobs, statistics, report, explain and export, audit and apply, drill, command line.
+THE TRUST LINE, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.
 Whoever reads down to the trust line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
@@ -2453,7 +2454,6 @@ class Demo:
     def __init__(self, task: Task, settings: str) -> None:
         self._task = task
         self._seen: Counter[str] = collections.Counter()            # how often each prompt was asked
-        self.faults: List[str] = []                                 # of the last reply, for who asks alone
         self._rates = {**dict.fromkeys(DEMO_FAULTS, 0.0), "seed": 0.0, "delay": 0.0}
         for part in filter(None, settings.split(",")):
             name, _, value = part.partition("=")
@@ -2473,7 +2473,7 @@ class Demo:
         time.sleep(self._rates["delay"])
         elements = [self._element(name, text) for name, text in
                     re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)]
-        faults = self.faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
+        faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
         for name in faults:
             if elements:
                 DEMO_FAULTS[name](elements, dice)
@@ -5484,94 +5484,6 @@ def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task:
 
 
 # ====================================================================================================================
-# DRILL.  Every fault of real models at once, offline, on this machine: what is refused, what is rescued, and that no
-# wrong answer is accepted but those that no check of shape can see.
-# ====================================================================================================================
-
-DRILL_SIZE, DRILL_RATE = 5, 0.02        # items a prompt; how often each fault comes
-SEEN_BY_NONE = "swap"                   # contents exchanged under right ids
-
-
-class Drill:
-    """Asks the demo model about many items, and knows the right answers."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self._labels = ["good", "bad", "neither"]
-        self.task = load_task({"instruction": "Good, bad or neither?", "fields": {"answer": {"enum": self._labels}}})
-        rates = ",".join("%s=%g" % (name, DRILL_RATE) for name in DEMO_FAULTS)
-        self._model = Demo(self.task, "%s,seed=%d" % (rates, seed))
-        self.items = [Item("drill %d, text number %d" % (seed, number)) for number in range(count)]
-        self.calls: Counter[str] = collections.Counter()        # by fault, and then what came of them
-        self.refused: Counter[str] = collections.Counter()
-        self.rescued: Counter[str] = collections.Counter()
-        self.wrong: Counter[str] = collections.Counter()        # answers
-        self.answered: Set[str] = set()
-
-    def run(self, ledger: Ledger) -> None:
-        """Ask everything, by the same policy and onto a ledger of the same kind as any run."""
-        ledger.append(row_parts(compact({
-            "event": "run", "at": timestamp(), "run": "drill", "model": "demo", "fingerprint": self.task.fingerprint,
-            "task": self.task.document(), "form": "list", "items": len(self.items), "digest": "drill"})))
-        for batch in batches(self.items, DRILL_SIZE):
-            failed: List[Tuple[List[str], Ask]] = []
-            steps = plan(batch)
-            asks = next(steps)
-            while asks:
-                asks = advance(steps, [self._ask(ask, failed, ledger) for ask in asks])
-            for faults, ask in failed:
-                self.rescued.update(faults if self.answered.issuperset(ask.ids) else ())
-        ledger.sync()
-
-    def _ask(self, ask: Ask, failed: List[Tuple[List[str], Ask]], ledger: Ledger) -> str:
-        prompt = build_prompt(ask.items, self.task)
-        reply = self._model(prompt, {})
-        verdict = validate(ask.items, reply, self.task)
-        ledger.append(row_parts(attempt_row(ask, reply, verdict, self.task, {
-            "at": timestamp(), "run": "drill", "ms": 0, "prompt_sha": prompt_digest(prompt)})))
-        faults = [name for name in self._model.faults if name != SEEN_BY_NONE or len(ask.items) > 1]
-        self.calls.update(faults)
-        if verdict.code != "ok":
-            self.refused.update(faults)
-            failed.append((faults, ask))
-        self.answered.update(verdict.answers)
-        wrong = sum(verdict.answers[item.id] != self._labels[int(item.digest[:8], 16) % 3] for item in ask.items
-                    if item.id in verdict.answers)
-        for name in [SEEN_BY_NONE] if SEEN_BY_NONE in faults else faults:
-            self.wrong[name] += wrong
-        return verdict.code
-
-
-def command_drill(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
-    """Show what the checks refuse, what the plan rescues, and what only a person can see."""
-    import random
-    import tempfile
-    seed = random.randrange(10 ** 6) if options.seed is None else options.seed
-    drill = Drill(options.items, seed)
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "drill.jsonl")
-        with contextlib.closing(Ledger(path)) as ledger:
-            ledger.replay(lambda row: None)
-            drill.run(ledger)
-        auditor = Auditor(path, {item.id: item for item in drill.items})
-        auditor.settle(replay(path, auditor.take))
-    out("%d items, %d a prompt, every fault in %.0f %% of calls (--seed %d repeats it)\n" % (
-        len(drill.items), DRILL_SIZE, 100 * DRILL_RATE, seed))
-    out("%-9s %7s %8s %8s %14s" % ("fault", "calls", "refused", "rescued", "wrong answers"))
-    for name in DEMO_FAULTS:
-        out("%-9s %7d %8d %8d %14d%s" % (name, drill.calls[name], drill.refused[name], drill.rescued[name],
-                                       drill.wrong[name], "  see below" * (name == SEEN_BY_NONE)))
-    wrong = sum(drill.wrong.values()) - drill.wrong[SEEN_BY_NONE]
-    out("\n%d of %d items answered; wrong answers accepted that a check of shape could have seen: %d" % (
-        len(drill.answered), len(drill.items), wrong))
-    out("audit of its ledger: %d answers derived from their replies again, %d things do not hold" % (
-        auditor.checked["derived"], len(auditor.faults)))
-    out("swap: the model wrote the answer to one text under the id of another. Every id is right, so that no check of "
-        "shape can see it: %d answers passed. What finds it is `trial` (the answers differ from those at size 1) and "
-        "reading a hundred answers beside their texts (`report --html`)." % drill.wrong[SEEN_BY_NONE])
-    return QUARANTINED_LEFT if wrong or auditor.faults else DONE
-
-
-# ====================================================================================================================
 # COMMAND LINE.  Checks what a person typed, before any call; turns every error into one line and an exit code.
 # ====================================================================================================================
 
@@ -5623,7 +5535,7 @@ COMMANDS = {
     "emit": "write the requests to a file, for another engine", "collect": "take in that engine's results",
     "report": "what the calls on ledgers came to, and which size is safe", "explain": "all that is known of one item",
     "export": "join the answers to the input, in its order", "audit": "check every line of ledgers, and the numbers",
-    "apply": "write answers into a table of SQLite", "drill": "every fault at once, offline: what is refused"}
+    "apply": "write answers into a table of SQLite"}
 YES: Dict[str, Any] = {"action": "store_true"}
 MANY: Dict[str, Any] = {"action": "append", "default": []}
 ASKING, READING = "run trial emit", "report explain audit"
@@ -5704,9 +5616,7 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("export", "--output", ".csv, .db (SQLite) or .jsonl (default stdout)", dict(default="-", metavar="FILE")),
         ("export", "--raw-csv", "leave cells that a spreadsheet would run as they are", YES),
         ("export apply", "--stage", "whose answers, where the ledger holds several tasks", dict(metavar="NAME")),
-        ("export apply", "--fingerprint", "whose answers, by the task's fingerprint", dict(metavar="HEX")),
-        ("drill", "--items", "default 6000", dict(type=POSITIVE, default=6000, metavar="N")),
-        ("drill", "--seed", "of an earlier drill", dict(type=checked("([0-9]{1,9})", "a number", int), metavar="N"))],
+        ("export apply", "--fingerprint", "whose answers, by the task's fingerprint", dict(metavar="HEX"))],
     "table": [("apply", *row) for row in (
         ("--database", "of SQLite", dict(required=True, metavar="FILE")),
         ("--table", "whose rows are written", dict(required=True, metavar="NAME")),
@@ -6085,9 +5995,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         options = parser().parse_args(words)
         command = {"report": command_report, "explain": command_explain, "export": command_export,
-                   "collect": command_collect, "audit": command_audit, "apply": command_apply,
-                   "drill": command_drill}.get(
-            options.command, command_run)
+                   "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(
+                       options.command, command_run)
         code = command(options, say, out)
         if out.full:
             say("batch_harness: standard output could not be written: no space is left; make room and type it again")
