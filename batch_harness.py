@@ -36,7 +36,7 @@ Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checke
 nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130 interrupted.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
-THE TRUST LINE, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.
+THE TRUST LINE, settings, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.
 Whoever reads down to the trust line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
@@ -1677,6 +1677,87 @@ def lock_file(descriptor: int) -> None:
 
 
 # ====================================================================================================================
+# SETTINGS.  What a person asked for: one frozen record, the only form in which options leave the command line.
+# ====================================================================================================================
+
+Pairs = Sequence[Tuple[str, Any]]
+LEDGER = os.path.join("runs", "ledger.jsonl")
+
+
+class Settings(NamedTuple):
+    """The options of one command; what it has no option for is as it stands here."""
+
+    command: str = "run"
+    # ---- files, and what to read of them ----
+    ledger: str = LEDGER
+    ledgers: Sequence[str] = (LEDGER,)          # of the commands that read several
+    input: str = ""
+    input_format: Optional[str] = None
+    text_field: Optional[str] = None
+    id_field: Optional[str] = None
+    template: Optional[str] = None
+    table: str = ""
+    query: Optional[str] = None
+    skip_bad: bool = False
+    id_length: int = ID_LENGTH
+    shard: Tuple[int, int] = (1, 1)
+    # ---- task and model ----
+    instruction: Optional[str] = None
+    labels: Optional[str] = None
+    stage: Optional[str] = None
+    task: Optional[str] = None
+    model: str = ""
+    base_url: Optional[str] = None
+    api_key_env: Optional[str] = None
+    api_version: Optional[str] = None
+    param: Pairs = ()
+    timeout: float = 300.0                      # seconds
+    max_tokens: Optional[int] = None
+    structured: bool = False
+    workers: int = 0                            # 0: as many as suit the model
+    rpm: Optional[int] = None
+    # ---- batches and policy ----
+    batch_size: int = 1
+    batch_chars: Optional[int] = None
+    sizes: Sequence[int] = (1, 1, 2)
+    sample: int = 300
+    order: str = "set"
+    attempts: int = 2
+    on_failure: str = "single"
+    retry_param: Pairs = ()
+    retry_quarantined: bool = False
+    limit: Optional[int] = None
+    max_calls: Optional[int] = None
+    deadline: Optional[float] = None            # seconds
+    dry_run: bool = False
+    baseline: Optional[str] = None
+    # ---- batch jobs ----
+    batch_api: bool = False
+    finish: str = "jobs"
+    no_wait: bool = False
+    adopt: Optional[str] = None
+    abandon: Optional[str] = None
+    file: str = ""
+    files: Sequence[str] = ()
+    # ---- reading ----
+    id: str = ""
+    max_failure: float = 0.05
+    margin: float = 0.02
+    gold_field: str = ""
+    fail_unless_safe: int = 0                   # 0: it is not asked
+    html: Optional[str] = None
+    json: bool = False
+    output: str = "-"
+    raw_csv: bool = False
+    fingerprint: Optional[str] = None
+    # ---- the table that apply writes ----
+    database: str = ""
+    batch_column: str = ""
+    rubric_column: Optional[str] = None
+    columns: Pairs = ()                         # (column, field)
+
+
+# ====================================================================================================================
 # MODELS.  Where replies come from: callables that take a prompt and what to add to the request, give a Reply or a
 # text, and raise CallFailed when no reply came.  How one endpoint differs from another is a row of PROVIDERS, never
 # an `if` elsewhere.  A key goes into one header and into nothing else.
@@ -1752,7 +1833,7 @@ CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url U
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
 
 
-def open_model(options: argparse.Namespace, task: Task) -> Model:
+def open_model(options: Settings, task: Task) -> Model:
     """The model a person named; HarnessError, before any call, when it cannot be used."""
     asked = options.model
     if not asked:
@@ -1789,7 +1870,7 @@ def provider_of(model: str) -> Tuple[str, Provider, str]:
     return word, PROVIDERS.get(word, OTHER), name
 
 
-def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
+def open_endpoint(options: Settings, task: Task) -> Model:
     """The model behind an endpoint, by the row of its provider."""
     word, provider, name = provider_of(options.model)
     emitted = options.command == "emit"                     # requests go to a file: no host and no key are needed
@@ -1823,7 +1904,7 @@ def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
                  jobs=Jobs(client, call, ENGINES[provider.api]) if provider.batches or emitted else None)
 
 
-def check_parameters(options: argparse.Namespace, word: str, provider: Provider, version: Optional[str]) -> None:
+def check_parameters(options: Settings, word: str, provider: Provider, version: Optional[str]) -> None:
     """HarnessError when the provider would refuse or drop what is asked for, or two options say the same."""
     asked = {name for name, _ in (*options.param, *options.retry_param)}
     structure = APIS[provider.api].structure({}).keys()
@@ -1842,7 +1923,7 @@ def check_parameters(options: argparse.Namespace, word: str, provider: Provider,
         raise HarnessError("--structured and --param %s say the same; give one of them" % ", ".join(structure))
 
 
-def endpoint_key(options: argparse.Namespace, provider: Provider, url: str) -> str:
+def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
     """The key, from its variable; HarnessError, which never shows it, when it is missing or cannot be sent."""
     variable, place = options.api_key_env or provider.key, split_url(url, BASE_URL)
     key = os.environ.get(variable, "").strip()
@@ -2593,7 +2674,7 @@ class Sample(NamedTuple):
 class Pending:
     """What is to be asked at one size: the items of the input that are not settled, as flights."""
 
-    def __init__(self, source: Union[Source, Sample], state: State, size: int, options: argparse.Namespace) -> None:
+    def __init__(self, source: Union[Source, Sample], state: State, size: int, options: Settings) -> None:
         self.source, self.state, self.size, self.options = source, state, size, options
         self.policy = Policy(options.attempts, options.on_failure)
         self.unfrozen = 0                                   # rows that were not there at the first pass
@@ -2727,7 +2808,7 @@ class Pace:
 class Runner:
     """One run: asks what is pending, and leaves every reply on the ledger.  `options` are those of the command line."""
 
-    def __init__(self, task: Task, model: Model, arms: Sequence[Pending], options: argparse.Namespace) -> None:
+    def __init__(self, task: Task, model: Model, arms: Sequence[Pending], options: Settings) -> None:
         import random
         self.task, self.model, self.arms, self.options = task, model, arms, options
         self.retry_params = dict(options.retry_param)
@@ -2908,7 +2989,7 @@ class Runner:
         """Which budget of the run is used up, in words."""
         if self.tally["calls"] == self.options.max_calls:
             return "--max-calls %d is reached" % self.tally["calls"]
-        return "the --deadline of %g s has passed" % self.options.deadline if now >= self.deadline else ""
+        return "the --deadline of %g s has passed" % (self.options.deadline or 0) if now >= self.deadline else ""
 
     def _fill(self, now: float) -> bool:
         """Whether a call is ready: of a batch begun, one to be repeated after a failure, or of a new batch."""
@@ -3509,7 +3590,7 @@ class Rounds:
         options, state = self.runner.options, self.state
         again = self._round or self._only is not None
         if again:
-            options = argparse.Namespace(**{**vars(options), "limit": None, "retry_quarantined": False})
+            options = options._replace(limit=None, retry_quarantined=False)
         only = self._only if again and self.runner.options.limit else None
         for key, flags in state.status.items():
             state.status[key] = flags & ~TAKEN if only is None or key in only else flags | TAKEN
@@ -3934,10 +4015,10 @@ class Emitted:
             (self.jobs[key].seen if row["event"] == "attempt" else self.noted).add(row["custom_id"])
 
 
-def command_collect(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
-    files, options.workers = ", ".join(options.file), 1
-    raw = b"\n".join(without_bom(read_whole(path)) for path in options.file)
+    files, options = ", ".join(options.files), options._replace(workers=1)
+    raw = b"\n".join(without_bom(read_whole(path)) for path in options.files)
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
     with contextlib.closing(Ledger(options.ledger)) as ledger:
@@ -4326,7 +4407,7 @@ def compared(arm: Arm, alike: Sequence[Arm]) -> Comparison:
         (share(halves[0]), share(halves[1])) if arm.name["size"] > 1 else (None, None), differing)
 
 
-def size_decision(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Tuple[str, str]:
+def size_decision(arm: Arm, base: Optional[Arm], found: Comparison, options: Settings) -> Tuple[str, str]:
     """The decision on an arm's size, and why: baseline first, baseline, not yet, safe, not safe."""
     first, failed, shift = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"], found.shift
     if arm.name["size"] == 1:
@@ -4430,7 +4511,7 @@ def gold_data(arm: Arm, base: Optional[Arm], gold: Gold, field: str) -> Dict[str
             "p": mcnemar(lost, won), "gold_unknown": len(gold) - len(usable)}
 
 
-def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Dict[str, Any]:
+def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: Settings) -> Dict[str, Any]:
     """An arm as data, as --json gives it."""
     tally, items = arm.tally, arm.tally["answered"] + arm.tally["quarantined"]
     rates = failure_limits(tally["first"] - tally["first_ok"], tally["first"])
@@ -4520,7 +4601,7 @@ def agreement_rows(data: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
             percent(data["half_first"]), percent(data["half_second"]))
 
 
-def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: argparse.Namespace) -> List[Dict[str, Any]]:
+def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: Settings) -> List[Dict[str, Any]]:
     """Every arm as data, against the first arm of size 1 of its task, model and form, and that against the next."""
     datas = []
     for arm in arms:
@@ -4537,11 +4618,11 @@ def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: argparse.N
     return datas
 
 
-def gold_labels(options: argparse.Namespace) -> Optional[Gold]:
+def gold_labels(options: Settings) -> Optional[Gold]:
     """What the input itself says of its texts, by text; None without --gold-field."""
-    if options.gold_field is None:
+    if not options.gold_field:
         return None
-    if options.input is None:
+    if not options.input:
         raise HarnessError("--gold-field is a field of the input; name that with --input")
     gold: Gold = {}
     bad = 0
@@ -4659,14 +4740,14 @@ def page_of(datas: Sequence[Mapping[str, Any]], reading: Reading, tables: Sequen
     return PAGE.substitute(title=html.escape(title), body="\n".join(parts))
 
 
-def inspection(options: argparse.Namespace, reading: Reading, datas: Sequence[Mapping[str, Any]]) -> List[str]:
+def inspection(options: Settings, reading: Reading, datas: Sequence[Mapping[str, Any]]) -> List[str]:
     """As tables: the first answers beside their texts, those that differ from size 1, and what is in quarantine."""
     differing = {name for data in datas for name in data["differing_items"]}
     held = dict.fromkeys(itertools.islice(reading.held, SHOWN_ITEMS))       # place -> its last row
     keys = {key_of(place[3]) for place in held}
     first: Dict[int, None] = {}                                             # an ordered set
     texts: Dict[int, str] = {}
-    if options.input is not None:
+    if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
             for row in source.rows():
                 key = key_of(text_digest(row.text))
@@ -4709,9 +4790,9 @@ def each_once(paths: Iterable[str]) -> List[str]:
     return list(files.values())
 
 
-def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
     """Print what the calls on ledgers came to by GROUP, the failures by kind, and which lines are damaged."""
-    ledgers = each_once(options.ledger or [LEDGER])
+    ledgers = each_once(options.ledgers)
     if options.html and os.path.isfile(options.html):
         with open(options.html, "rb") as file:
             if not PAGE.template.encode("ascii").startswith(file.read(15) or b"<"):
@@ -4724,7 +4805,7 @@ def command_report(options: argparse.Namespace, say: Speaker, out: Speaker) -> i
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
     broken = {path: history.broken for path, history in histories.items() if history.broken}
     damaged = {path: history.damaged for path, history in histories.items() if history.damaged}
-    code = DONE if options.fail_unless_safe is None or wanted == {"safe"} and not broken else QUARANTINED_LEFT
+    code = DONE if not options.fail_unless_safe or wanted == {"safe"} and not broken else QUARANTINED_LEFT
     if options.html is not None:
         page = page_of(datas, reading, inspection(options, reading, datas)).encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(page), "--html")
@@ -4802,18 +4883,18 @@ def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, D
     return found[0], touching, runs
 
 
-def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     """Defend one row: its text, every attempt that touched it, the prompts proved by hash, and where it stands."""
     name, touching, runs = rows_about(options.ledger, options.id)
     wanted = {other for _, row in touching for other in row.get("batch", ())}
     texts: Dict[str, Item] = {}
-    if options.input is not None:
+    if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
             for entry in source.rows():
                 if entry.error is None:
                     item = Item(entry.text, entry.key, len(name))
                     texts.update({item.id: item} if item.id in wanted and item.id not in texts else {})
-    absent = "(the input no longer holds it)" if options.input is not None else "(give --input to see it)"
+    absent = "(the input no longer holds it)" if options.input else "(give --input to see it)"
     out("item %s, text: %s" % (name, texts[name].text if name in texts else absent), wrap=False)
     settled: List[str] = []
     for number, row in touching:
@@ -5193,10 +5274,10 @@ class Auditor:
                 self.path, target, tally["applied"], tally["stale_text"] + tally["stale_rubric"], tally["missing_row"])
 
 
-def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
     """Check every line of ledgers against the invariants, and print the numbers that must add up."""
     texts: Dict[str, Item] = {}
-    if options.input is not None:
+    if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
             for row in source.rows():
                 if row.error is None:
@@ -5204,7 +5285,7 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
                     texts[item.id] = item
     answers: Dict[str, List[Tuple[str, Dict[int, int]]]] = {}       # task -> (ledger, text -> hash of its answer)
     faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
-    for path in each_once(options.ledger or [LEDGER]):
+    for path in each_once(options.ledgers):
         auditor = Auditor(path, texts)
         auditor.settle(replay(path, auditor.take))
         faults += auditor.faults
@@ -5243,13 +5324,13 @@ class Change(NamedTuple):
 class Table:
     """A table of an SQLite file, and the columns of it that matter here.  HarnessError where it has none such."""
 
-    def __init__(self, options: argparse.Namespace, task: Task) -> None:
+    def __init__(self, options: Settings, task: Task) -> None:
         import sqlite3
         import urllib.parse
         self.text, self.key, self.rubric = options.text_field or "text", options.id_field or "id", options.rubric_column
         self.batch, self.name = options.batch_column, options.table
         self.version = as_cell(task.rubric_version, "rubric_version")
-        self.fields = dict(options.set or [(name, name) for name in task.fields])      # column -> field
+        self.fields = dict(options.columns or [(name, name) for name in task.fields])      # column -> field
         unknown = sorted(set(self.fields.values()) - set(task.fields))
         if unknown:
             raise HarnessError("--set: the task has no field %s; it has %s" % (
@@ -5268,8 +5349,9 @@ class Table:
                 ", ".join(name for name, kind in kinds.items() if kind == "table") or "none"))
         columns = [row[1] for row in self.base.execute("PRAGMA table_info(%s)" % quoted(self.name))]
         wanted = [self.text, self.key, self.batch, *self.fields, *([self.rubric] if self.rubric else [])]
-        named = {self.text: "--text-field", self.key: "--id-field", self.batch: "--batch-column",
-                 self.rubric: "--rubric-column", **dict.fromkeys(self.fields, "--set COLUMN=FIELD")}
+        named: Dict[Optional[str], str] = {
+            self.text: "--text-field", self.key: "--id-field", self.batch: "--batch-column",
+            self.rubric: "--rubric-column", **dict.fromkeys(self.fields, "--set COLUMN=FIELD")}
         absent = ["%s (%s)" % (name, named[name]) for name in wanted if name not in columns]
         if absent or len(set(wanted)) < len(wanted):
             raise HarnessError("table %s has no column %s; it has %s" % (
@@ -5346,7 +5428,7 @@ class Applier:
     """Walks a table in transactions, and finds for each answered item what came of it."""
 
     def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
-                 options: argparse.Namespace) -> None:
+                 options: Settings) -> None:
         self.table, self.found, self._left, self._dry = table, found, options.limit or math.inf, options.dry_run
         self._known = known                             # items that the ledger says were applied
         self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
@@ -5415,12 +5497,12 @@ class Applier:
         self.changed.add(sha)
 
 
-def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
     import sqlite3
-    check_twice("--set", options.set)
+    check_twice("--set", options.columns)
     task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    columns = ", ".join(sorted(column for column, _ in options.set) or sorted(task.fields))
+    columns = ", ".join(sorted(column for column, _ in options.columns) or sorted(task.fields))
     target = "%s, table %s (%s)" % (os.path.abspath(options.database), options.table, columns)
     with contextlib.ExitStack() as stack:
         ledger = None if options.dry_run else stack.enter_context(contextlib.closing(Ledger(options.ledger)))
@@ -5520,7 +5602,6 @@ POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
 SHARE = checked(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float)
-LEDGER = os.path.join("runs", "ledger.jsonl")
 SIZES = checked(r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
                 lambda text: [int(size) for size in text.split(",")])
 SHARD = checked(r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3", lambda part, parts: (
@@ -5537,13 +5618,13 @@ COMMANDS = {
     "export": "join the answers to the input, in its order", "audit": "check every line of ledgers, and the numbers",
     "apply": "write answers into a table of SQLite"}
 YES: Dict[str, Any] = {"action": "store_true"}
-MANY: Dict[str, Any] = {"action": "append", "default": []}
+MANY: Dict[str, Any] = {"action": "append"}
 ASKING, READING = "run trial emit", "report explain audit"
 OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -> (commands, option, help, the rest)
     "ledger": [
-        (ASKING + " collect explain apply", "--ledger", "default %(default)s", dict(default=LEDGER, metavar="FILE")),
+        (ASKING + " collect explain apply", "--ledger", "default " + LEDGER, dict(metavar="FILE")),
         ("report export audit", "--ledger", "one or several (default %s)" % LEDGER,
-         dict(nargs="+", action="extend", metavar="FILE"))],
+         dict(nargs="+", action="extend", dest="ledgers", metavar="FILE"))],
     "input": [
         (ASKING + " export", "--input", "JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin",
          dict(required=True, metavar="FILE")),
@@ -5556,9 +5637,9 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
             ("--table", "table of an SQLite file", dict(metavar="NAME")),
             ("--query", "query on an SQLite file", dict(metavar="SQL")),
             ("--skip-bad", "go on without bad rows", YES),
-            ("--id-length", "hex digits of an id (default 12)", dict(type=DIGITS, default=ID_LENGTH, metavar="N")))),
+            ("--id-length", "hex digits of an id (default 12)", dict(type=DIGITS, metavar="N")))),
         (ASKING, "--shard", "ask the I-th of N parts, by the texts' ids",
-         dict(type=SHARD, default=(1, 1), metavar="I/N"))],
+         dict(type=SHARD, metavar="I/N"))],
     "task and model": [(ASKING, *row) for row in (
         ("--instruction", "what to say of each text", dict(metavar="TEXT")),
         ("--labels", "the closed list of answers", dict(metavar="A,B,C")),
@@ -5568,7 +5649,7 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("--base-url", "of an endpoint of OpenAI's form, with its /v1", dict(metavar="URL")),
         ("--api-key-env", "variable that holds the key", dict(metavar="NAME")),
         ("--param", "add to each request", dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
-        ("--timeout", "for one call (default 300s)", dict(type=SECONDS, default=300.0, metavar="DURATION")),
+        ("--timeout", "for one call (default 300s)", dict(type=SECONDS, metavar="DURATION")),
         ("--max-tokens", "of one reply, under the name the provider has for it", dict(type=POSITIVE, metavar="N")),
         ("--structured", "ask the endpoint for one object keyed by id, held to a schema", YES),
         ("--api-version", "of anthropic's API", dict(metavar="DATE", type=checked(
@@ -5576,17 +5657,17 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=POSITIVE, metavar="N")),
         ("--rpm", "calls a minute, at most", dict(type=POSITIVE, metavar="N")))],
     "batches and policy": [
-        ("run emit", "--batch-size", "items a prompt (default 1)", dict(type=POSITIVE, default=1, metavar="N")),
+        ("run emit", "--batch-size", "items a prompt (default 1)", dict(type=POSITIVE, metavar="N")),
         ("trial", "--sizes", "batch sizes, one arm each (default 1,1,2)",
-         dict(type=SIZES, default=[1, 1, 2], metavar="A,B,..")),
+         dict(type=SIZES, metavar="A,B,..")),
         ("trial", "--sample", "items, the same on every machine (default 300)",
-         dict(type=POSITIVE, default=300, metavar="N")),
+         dict(type=POSITIVE, metavar="N")),
         *((ASKING, *row) for row in (
             ("--batch-chars", "characters of text a prompt, at most", dict(type=POSITIVE, metavar="N")),
-            ("--order", "strict: place i must hold id i", dict(choices=("set", "strict"), default="set")),
-            ("--attempts", "how often a batch is asked (default 2)", dict(type=POSITIVE, default=2, metavar="N")),
+            ("--order", "strict: place i must hold id i", dict(choices=("set", "strict"))),
+            ("--attempts", "how often a batch is asked (default 2)", dict(type=POSITIVE, metavar="N")),
             ("--on-failure", "what follows (default single)",
-             dict(choices=("single", "split", "exclude"), default="single")),
+             dict(choices=("single", "split", "exclude"))),
             ("--retry-param", "change the request from the second attempt on",
              dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
             ("--max-calls", "make at most N calls now", dict(type=POSITIVE, metavar="N")),
@@ -5597,23 +5678,23 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("run", "--baseline", "another ledger that shows what the model does at size 1", dict(metavar="LEDGER"))],
     "batch jobs": [
         ("run", "--batch-api", "send the calls through the provider's batch engine", YES),
-        ("run", "--finish", "how later rounds go (default jobs)", dict(choices=("jobs", "online"), default="jobs")),
+        ("run", "--finish", "how later rounds go (default jobs)", dict(choices=("jobs", "online"))),
         ("run", "--no-wait", "leave as soon as jobs are submitted (exit code 4)", YES),
         ("run", "--adopt", "this job is the one that may have been made", dict(metavar="JOB")),
         ("run emit", "--abandon", "never mind the results of this job: its items are asked again",
          dict(metavar="JOB")),
         ("emit", "file", "the requests, in OpenAI's batch form", dict(metavar="FILE")),
-        ("collect", "file", "results, in OpenAI's batch form", dict(nargs="+", metavar="FILE"))],
+        ("collect", "files", "results, in OpenAI's batch form", dict(nargs="+", metavar="FILE"))],
     "reading": [
         ("explain", "id", "an id, the beginning of one, or your own key of its first row", dict(metavar="ID")),
-        ("report", "--max-failure", "of first passes (default 0.05)", dict(type=SHARE, default=0.05, metavar="P")),
+        ("report", "--max-failure", "of first passes (default 0.05)", dict(type=SHARE, metavar="P")),
         ("report", "--margin", "of answers that may differ beyond the floor (default 0.02)",
-         dict(type=SHARE, default=0.02, metavar="P")),
+         dict(type=SHARE, metavar="P")),
         ("report", "--gold-field", "field of the input that holds the right answer", dict(metavar="NAME")),
         ("report", "--fail-unless-safe", "exit 1 unless size K is safe", dict(type=POSITIVE, metavar="K")),
         ("report", "--html", "also as one page, with the first texts and answers (--input)", dict(metavar="FILE")),
         ("report", "--json", "as data", YES),
-        ("export", "--output", ".csv, .db (SQLite) or .jsonl (default stdout)", dict(default="-", metavar="FILE")),
+        ("export", "--output", ".csv, .db (SQLite) or .jsonl (default stdout)", dict(metavar="FILE")),
         ("export", "--raw-csv", "leave cells that a spreadsheet would run as they are", YES),
         ("export apply", "--stage", "whose answers, where the ledger holds several tasks", dict(metavar="NAME")),
         ("export apply", "--fingerprint", "whose answers, by the task's fingerprint", dict(metavar="HEX"))],
@@ -5626,7 +5707,8 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("--rubric-column", "holds the rubric version that decided last, and takes the new one",
          dict(metavar="COLUMN")),
         ("--set", "which column takes which field (default: those of the same name)", dict(
-            MANY, metavar="COLUMN=FIELD", type=checked("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair))))],
+            MANY, dest="columns", metavar="COLUMN=FIELD",
+            type=checked("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair))))],
 }
 
 
@@ -5638,25 +5720,22 @@ def parser() -> Parser:
                  epilog="Each command has its own --help. Exit codes: " + codes)
     top.add_argument("--version", action="version", version="batch_harness " + __version__)
     commands = top.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
-    parsers = {name: commands.add_parser(name, help=words, allow_abbrev=False) for name, words in COMMANDS.items()}
+    parsers = {name: commands.add_parser(name, help=words, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+               for name, words in COMMANDS.items()}
     rows = [(title, row) for title, group in OPTIONS.items() for row in group]
-    # What a command has no option for has its default there all the same, so that one function can serve several.
-    unset = {row[1].lstrip("-").replace("-", "_"): row[3].get("default", False if row[3] is YES else None)
-             for _, row in rows}
     for name, command in parsers.items():
         groups: Dict[str, Any] = {}
         for title, (names, option, words, more) in rows:
             if name in names.split():
                 group = groups.get(title) or groups.setdefault(title, command.add_argument_group(title))
                 group.add_argument(option, help=words, **more)
-        command.set_defaults(**{dest: default for dest, default in unset.items() if command.get_default(dest) is None})
     return top
 
 
-def input_spec(options: argparse.Namespace) -> InputSpec:
+def input_spec(options: Settings) -> InputSpec:
     """What to read, from the options; HarnessError where two of them contradict."""
     for one, other in (("template", "text_field"), ("table", "query")):
-        if getattr(options, one) is not None and getattr(options, other) is not None:
+        if getattr(options, one) and getattr(options, other):
             raise HarnessError("--%s and --%s say the same; give one of them" % (one, other.replace("_", "-")))
     template = None
     if options.template is not None:
@@ -5670,7 +5749,7 @@ def input_spec(options: argparse.Namespace) -> InputSpec:
                      options.query or table, options.shard)
 
 
-def chosen_task(options: argparse.Namespace) -> Task:
+def chosen_task(options: Settings) -> Task:
     """The task, from the options."""
     form = "keyed" if options.structured else "list"
     given = {name: getattr(options, name) for name in ("instruction", "stage") if getattr(options, name) is not None}
@@ -5706,14 +5785,14 @@ def check_twice(name: str, pairs: Sequence[Tuple[str, Any]]) -> None:
             raise HarnessError("%s %s is given %d times; give it once" % (name, word, count))
 
 
-def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
     """Freeze the input, ask what is pending, and say what came of it; for run and trial."""
     task = chosen_task(options)
     seen: Counter[str] = collections.Counter()
     check_twice("--param", options.param)
     check_twice("--retry-param", options.retry_param)
     model = open_model(options, task)
-    options.workers = options.workers or model.workers
+    options = options._replace(workers=options.workers or model.workers)
     files = [os.path.realpath(path) for path in (options.ledger, options.input, options.task) if path]
     files += [os.path.realpath(options.file)] if options.command == "emit" else []
     if len(set(files)) < len(files):
@@ -5762,9 +5841,9 @@ def command_run(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
         return DONE
 
 
-def check_ledger(options: argparse.Namespace, model: Model, state: State) -> None:
+def check_ledger(options: Settings, model: Model, state: State) -> None:
     """HarnessError when a ledger holds what cannot be gone on with."""
-    if options.command == "trial" and state.sizes not in (None, options.sizes):
+    if options.command == "trial" and state.sizes not in (None, list(options.sizes)):
         raise HarnessError("this ledger holds a trial of this task at --sizes %s; go on with these, or name another"
                            " --ledger" % ",".join(map(str, state.sizes or ())))
     kinds = ("demo", "real") if state.demo else ("real", "demo")
@@ -5773,7 +5852,7 @@ def check_ledger(options: argparse.Namespace, model: Model, state: State) -> Non
                            % (kinds[0], model.name, kinds[1]))
 
 
-def check_jobs(options: argparse.Namespace, model: Model, state: State) -> None:
+def check_jobs(options: Settings, model: Model, state: State) -> None:
     """HarnessError when jobs cannot be made of this model, or open ones would be asked a second time."""
     kind = "provider" if options.batch_api else "file" if options.command == "emit" else ""
     if kind and model.jobs is None:
@@ -5894,7 +5973,7 @@ def run_header(runner: Runner, frozen: Frozen) -> Dict[str, Any]:
         "python": sys.version.split()[0]}
 
 
-def say_baseline(state: State, task: Task, model: Model, options: argparse.Namespace, say: Speaker) -> None:
+def say_baseline(state: State, task: Task, model: Model, options: Settings, say: Speaker) -> None:
     """Say when nothing on the ledger, or on the one named as baseline, shows what the model does at size 1."""
     base = State(task)
     if options.baseline is not None and not os.path.samefile(options.baseline, options.ledger):
@@ -5947,12 +6026,12 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     return QUARANTINED_LEFT if quarantined else DONE
 
 
-def export_words(options: argparse.Namespace, fingerprint: Optional[str]) -> str:
+def export_words(options: Settings, fingerprint: Optional[str]) -> str:
     """The command that exports what this run answered, as one would type it."""
     import shlex
     words = ["python3", "batch_harness.py", "export", "--ledger", options.ledger]
     for name in ("input", "input_format", "text_field", "id_field", "template", "table", "query"):
-        if getattr(options, name) is not None:
+        if getattr(options, name):
             words += ["--" + name.replace("_", "-"), getattr(options, name)]
     words += ["--skip-bad"] * options.skip_bad
     words += ["--id-length", str(options.id_length)] * (options.id_length != ID_LENGTH)
@@ -5960,9 +6039,9 @@ def export_words(options: argparse.Namespace, fingerprint: Optional[str]) -> str
     return " ".join(map(shlex.quote, [*words, "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]))
 
 
-def command_export(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
+def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
     """Join the answers to the input, in its order."""
-    ledgers = each_once(options.ledger or [LEDGER])
+    ledgers = each_once(options.ledgers)
     if os.path.realpath(options.output) in map(os.path.realpath, (options.input, *ledgers)):
         raise HarnessError("--output names the input or the ledger; name another file")
     task = ledger_task(ledgers, options.stage, options.fingerprint)
@@ -5993,7 +6072,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             os.open(os.devnull, os.O_RDWR)
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
-        options = parser().parse_args(words)
+        options = Settings(**vars(parser().parse_args(words)))
         command = {"report": command_report, "explain": command_explain, "export": command_export,
                    "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(
                        options.command, command_run)
