@@ -35,8 +35,8 @@ Invariants, each shown by tests:
 Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checked does not hold; 2 usage or bad input,
 nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130 interrupted.
 
-Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state,
-THE TRUST LINE, settings, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.
+Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state, THE
+TRUST LINE, settings, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.
 Whoever reads down to the trust line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
