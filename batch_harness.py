@@ -97,7 +97,7 @@ NORMALISATIONS: Dict[str, str] = {
     "bom": "a byte order mark around the reply was dropped",
     "white_space": "white space around the reply was dropped",
     "fence": "one code fence around the whole reply was taken off",
-    "reasoning": "a reasoning block that ended before the JSON began was dropped",
+    "reasoning": "a reasoning block, or channels before the final one, that ended before the JSON began, was dropped",
     "bare_object": "in a call of one item, one bare object stood for a list of one",
     "id_spelling": "an id was stripped and lowercased",
     "id_integer": "an id of digits only was written as a JSON integer",
@@ -910,27 +910,53 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise _Refused("truncated", "finish: %s; %s" % (finish, refused.detail)) if cut else refused
 
 
-REASONING_END = re.compile(r"</think(?:ing)?>")
+REASONING = tuple((re.compile(opening), re.compile(end, re.S), words) for opening, end, words in (
+    # How the reasoning of a family of models begins; how it ends, and the reply after that; what is said without an end.
+    (r"<(?:seed:)?think(?:ing)?>|\[THINK\]", r"(?:</(?:seed:)?think(?:ing)?>|\[/THINK\])(.*)",
+     "a reasoning block that does not end"),
+    (r"(?:<\|start\|>assistant)?<\|channel\|>",
+     r"<\|channel\|>final\s*(?:<\|constrain\|>json)?<\|message\|>(.*?)(?:<\|(?:return|end)\|>)?\Z",
+     "channels without a final one")))
+# A list or object of plain values.  Every JSON list or object holds one, if only itself, so that finding one is finding
+# any; and since a search from a bracket ends at the next one outside strings, no text makes this slower than its length.
+STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+PLAIN = r"(?:%s|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null)" % STRING
+INNERMOST = re.compile(r"\[\s*(?:{0}(?:\s*,\s*{0})*\s*)?\]|\{{\s*(?:{1}(?:\s*,\s*{1})*\s*)?\}}".format(
+    PLAIN, r"%s\s*:\s*%s" % (STRING, PLAIN)), re.S)
 FENCE = re.compile(r"(`{3,9}|~{3,9})[^\S\n]*(?:\w+[^\S\n]*)?\n(.*)\1\Z", re.S)    # one, around the whole text
 
 
 def _views(bare: str) -> Iterator[Tuple[List[str], str]]:
     """A text, and what is left of it under each of the wrappings it may have, with their notes."""
     yield [], bare
-    end = REASONING_END.search(bare)
-    for used, text in [([], bare), (["reasoning"], bare[end.end():].strip())] if end else [([], bare)]:
-        if used:
-            yield used, text
-        fenced = FENCE.match(text)
-        if fenced:
-            yield [*used, "fence"], fenced.group(2).strip()
+    yield from _fenced([], bare)
+    for opening, end, words in REASONING:
+        ended = end.search(bare)
+        if not ended:
+            if opening.match(bare):
+                raise _Refused("not_json", words)
+            continue
+        begun = opening.search(bare, 0, ended.start())
+        if begun and begun.start():
+            raise _Refused("not_json", "text before the reasoning")
+        if not begun and INNERMOST.search(bare, 0, ended.start()):
+            raise _Refused("not_json", "a JSON value before the end of a reasoning that never began")
+        text = ended.group(1).strip()
+        yield ["reasoning"], text
+        yield from _fenced(["reasoning"], text)
+
+
+def _fenced(used: List[str], text: str) -> Iterator[Tuple[List[str], str]]:
+    fence = FENCE.match(text)
+    if fence:
+        yield [*used, "fence"], fence.group(2).strip()
 
 
 def _unwrapped(text: str, notes: List[str]) -> Any:
     """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names.
 
-    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.  A reasoning
-    block ends in </think>; its opening tag is often part of the prompt's template and not of the reply.
+    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.  The opening
+    tag of a reasoning block is often part of the prompt's template and not of the reply.
     """
     body = text.strip()
     bare = body.strip("\ufeff").strip()
@@ -938,8 +964,6 @@ def _unwrapped(text: str, notes: List[str]) -> Any:
         notes.append("white_space")
     if bare != body:
         notes.append("bom")
-    if bare.startswith(("<think>", "<thinking>")) and not REASONING_END.search(bare):
-        raise _Refused("not_json", "a reasoning block that does not end")
     for used, view in _views(bare):
         try:
             value = strict_json(view)

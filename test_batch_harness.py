@@ -593,6 +593,10 @@ def both(a='"good"', b='"bad"'):
     return '[{"id": "%s", "answer": %s}, {"id": "%s", "answer": %s}]' % (A.id, a, B.id, b)
 
 
+OTHER = both('"bad"', '"good"')
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>Perhaps " + OTHER, "<|channel|>final<|message|>"
+
+
 class Validation(Case):
     REFUSED = [         # reply, verdict, words of the detail
         (None, "empty_reply", ""), ("", "empty_reply", ""), (" \n\t\ufeff", "empty_reply", ""),
@@ -603,6 +607,17 @@ class Validation(Case):
         ("```json\n" + GOOD + "\n```\nExample:\n```json\n[]\n```", "not_json", ""), ("```\n```\n" + GOOD + "\n```\n```", "not_json", ""),
         ("<think>hm " + GOOD, "not_json", "does not end"), (GOOD + "</think>", "not_json", ""),
         ("<think>a</think> so " + GOOD, "not_json", ""), ("</think>x</think>" + GOOD, "not_json", ""),
+        (GOOD + "<think>or rather</think>" + OTHER, "not_json", "text before the reasoning"),
+        ("I will not judge these.\n<think>Or shall I?</think>" + GOOD, "not_json", "text before the reasoning"),
+        ("I cannot. [THINK]x[/THINK]" + GOOD, "not_json", "text before the reasoning"),
+        (GOOD + "\n</think>" + OTHER, "not_json", "a JSON value before the end of a reasoning"),
+        ('well, {"a": {"b": ["c]", 1.5e3]} </think>' + GOOD, "not_json", "a JSON value before the end of a reasoning"),
+        ("<think>a</think>" + OTHER + "<think>b</think>" + GOOD, "not_json", "text after"),
+        (ANALYSIS, "not_json", "channels without a final one"), (ANALYSIS + "<|end|>", "not_json", "channels without a final one"),
+        ("<|channel|>commentary<|message|>" + GOOD, "not_json", "channels without a final one"),
+        (GOOD + ANALYSIS + FINAL + OTHER, "not_json", "text before the reasoning"),
+        (GOOD + FINAL + OTHER, "not_json", "a JSON value before the end of a reasoning"),
+        (ANALYSIS + FINAL + OTHER + "<|end|>" + FINAL + GOOD, "not_json", "text after"),
         (GOOD.replace("}, {", ", "), "not_json", 'the key "id" is given twice'),
         (both().replace('"answer": "good"', '"answer": "good", "answer": "bad"'), "not_json", '"answer" is given twice'),
         (both('{"x": 1, "x": 2}'), "not_json", '"x" is given twice'),
@@ -650,6 +665,12 @@ class Validation(Case):
         ("````JSON\r\n" + GOOD + "\r\n````", ("fence",)), ("<think>draft: [] </think>\n" + GOOD, ("reasoning",)),
         ("<thinking>\nx\n</thinking>" + GOOD, ("reasoning",)), ("hm [draft]\n</think>\n" + GOOD, ("reasoning",)),
         ("<think>x</think>\n```json\n" + GOOD + "\n```", ("reasoning", "fence")),
+        ("<think>I <think> " + OTHER + "</think>" + GOOD, ("reasoning",)), ("[THINK]{}[/THINK]" + GOOD, ("reasoning",)),
+        ("<seed:think>{}</seed:think>" + GOOD, ("reasoning",)), ("cf. [1-3] and {x}</think>" + GOOD, ("reasoning",)),
+        (ANALYSIS + "<|end|><|start|>assistant" + FINAL + GOOD, ("reasoning",)), (FINAL + GOOD + "<|end|>", ("reasoning",)),
+        ("<|start|>assistant" + ANALYSIS + "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>" + GOOD
+         + "\n<|return|>", ("reasoning",)),
+        (ANALYSIS + FINAL + "```\n" + GOOD + "\n```", ("reasoning", "fence")),
         (GOOD.replace(A.id, A.id.upper()), ("id_spelling",)), (GOOD.replace(A.id, " %s\\n" % A.id), ("id_spelling",)),
         (json.dumps(json.loads(GOOD), indent=4), ()),
     ]
@@ -749,7 +770,8 @@ class Validation(Case):
             self.assertEqual(bh.as_reply(reply), bh.Reply(GOOD))
 
     def test_long_junk_is_judged_in_a_moment(self):
-        for raw in ("```" + " " * 300000 + "x", "```json" + "\n" * 300000, "<think>" * 50000, "[" + '{"a": 1},' * 50000,
+        for raw in ("```" + " " * 300000 + "x", "```json" + "\n" * 300000, "<think>" * 50000, '["' * 100000 + "</think>",
+                    '[\\" ' * 100000 + "</think>", '["\\" ' * 100000 + FINAL, "<|channel|>" * 50000, "[" + '{"a": 1},' * 50000,
                     "{%s, %s}" % (", ".join('"k%d": 1' % n for n in range(50000)), '"k49999": 2')):
             self.assertNotEqual(bh.validate([A, B], raw, LABELS).code, "ok")
 
