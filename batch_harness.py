@@ -87,7 +87,7 @@ VERDICTS: Dict[str, str] = {
     "unknown_field": "a field that was not asked for",
     "missing_field": "a field that was asked for is not there",
     "bad_value": "a value breaks its rule; the detail names field and rule",
-    "empty_answer": "a blank string where an answer should be",
+    "empty_answer": "a blank string, or nothing visible, where an answer should be",
     "stale_rubric": "an element echoes another rubric version",
     "rejected": "the endpoint refused this content (HTTP 400, 413 or 422)",
 }
@@ -219,6 +219,19 @@ def _finite(spelled: str) -> float:
     return float(spelled)
 
 
+def _figures(spelled: str) -> str:
+    return spelled.lower().partition("e")[0].replace(".", "").strip("-0")
+
+
+def _exact(spelled: str) -> float:
+    """A float that is written back as the same decimal value; ValueError where the number would be rounded."""
+    value = _finite(spelled)
+    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures are an equal value.
+    if spelled != repr(value) and _figures(spelled) != _figures(repr(value)):
+        raise ValueError("the number %s would be rounded to %r" % (shown(Spelled(spelled), 40), value))
+    return value
+
+
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError("an integer of more than %d digits" % MAX_DIGITS)
@@ -229,7 +242,7 @@ INPUT_JSON = json.JSONDecoder(
     object_pairs_hook=_members, parse_constant=_finite, parse_float=Spelled,
     parse_int=lambda digits: Spelled(digits) if digits == "-0" or len(digits) > 300 else int(digits))
 REPLY_JSON = json.JSONDecoder(
-    object_pairs_hook=_members, parse_constant=_finite, parse_float=_finite, parse_int=_integer)
+    object_pairs_hook=_members, parse_constant=_finite, parse_float=_exact, parse_int=_integer)
 LEDGER_JSON = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
@@ -620,7 +633,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
         if name in ("id", "rubric_version") or not name.strip():
             raise HarnessError("task: %s: the name is blank, or used by the reply form; rename it" % where)
         check_schema(schema, where)
-        if any(isinstance(x, str) and not x.strip() for x in labels_of(schema) or ()) and schema.get("minLength") != 0:
+        if any(is_blank(label, schema) for label in labels_of(schema) or ()):
             raise HarnessError("task: %s has a blank label, and a blank answer counts as none; add minLength 0" % where)
 
 
@@ -721,6 +734,19 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
     "$schema": ("https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
                 lambda a, v: True),
 }
+
+
+# White space, controls and what is drawn as nothing, by code point, not by Python's own tables, which change.
+UNSEEN = re.compile(
+    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f\u2800"
+    "\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]*\\Z")
+
+
+def is_blank(value: Any, schema: Any) -> bool:
+    """Whether a value shows nothing at all, in a field whose schema does not allow that by minLength 0."""
+    allowed = isinstance(schema, dict) and schema.get("minLength") == 0
+    return isinstance(value, str) and not allowed and UNSEEN.match(value) is not None
 
 
 def broken_rule(schema: Any, value: Any) -> Optional[str]:
@@ -911,14 +937,14 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
 
 
 REASONING = tuple((re.compile(opening), re.compile(end, re.S), words) for opening, end, words in (
-    # How the reasoning of a family of models begins; how it ends, and the reply after that; what is said without an end.
+    # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say without an end.
     (r"<(?:seed:)?think(?:ing)?>|\[THINK\]", r"(?:</(?:seed:)?think(?:ing)?>|\[/THINK\])(.*)",
      "a reasoning block that does not end"),
     (r"(?:<\|start\|>assistant)?<\|channel\|>",
      r"<\|channel\|>final\s*(?:<\|constrain\|>json)?<\|message\|>(.*?)(?:<\|(?:return|end)\|>)?\Z",
      "channels without a final one")))
-# A list or object of plain values.  Every JSON list or object holds one, if only itself, so that finding one is finding
-# any; and since a search from a bracket ends at the next one outside strings, no text makes this slower than its length.
+# A list or object of plain values.  Every JSON list or object holds one, if only itself, so that to find one is to find
+# any; and since a search from a bracket ends at the next one outside strings, the time grows as the text and no faster.
 STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 PLAIN = r"(?:%s|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null)" % STRING
 INNERMOST = re.compile(r"\[\s*(?:{0}(?:\s*,\s*{0})*\s*)?\]|\{{\s*(?:{1}(?:\s*,\s*{1})*\s*)?\}}".format(
@@ -1047,7 +1073,7 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
         raise _Refused("stale_rubric", "%s: rubric_version %s, not %s" % (name, shown(version), task.rubric_version))
     for field, schema in task.fields.items():
         value, labels = element[field], labels_of(schema)
-        if isinstance(value, str) and not value.strip() and (isinstance(schema, bool) or schema.get("minLength") != 0):
+        if is_blank(value, schema):
             raise _Refused("empty_answer", "%s: %s is blank" % (name, shown(field)))
         rule = broken_rule(schema, value)
         # A label is the label as it was declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.

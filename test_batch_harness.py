@@ -506,7 +506,8 @@ class Tasks(Case):
 
     def test_a_task_file_that_cannot_be_read_is_refused(self):
         self.items_file(1)
-        for content in (b"", b"[]", b'{"fields": {"a": {}}, "fields": {}}', b"\xff", b'{"instruction": NaN}'):
+        for content in (b"", b"[]", b'{"fields": {"a": {}}, "fields": {}}', b"\xff", b'{"instruction": NaN}',
+                        b'{"fields": {"a": {"maximum": 0.1000000000000000001}}}'):
             self.refused("--input", "items.jsonl", "--model", "demo", "--task", self.write("task.json", content))
         self.refused("--input", "items.jsonl", "--model", "demo", "--task", "none.json")
         self.write("task.json", '{"fields": {"a": {"type": "string"}}}')
@@ -729,10 +730,35 @@ class Validation(Case):
         fenced = '```json\n[{"id": "%s", "answer": "</think> ``` "}]\n```' % A.id
         self.assertEqual(bh.validate([A], fenced, task).answers, {A.id: "</think> ``` "})
 
+    def test_a_number_that_would_be_rounded_is_refused(self):
+        task = bh.load_task({"fields": {"answer": {"type": "number"}}})
+        for spelled in ("0.10", "0.1", "1E5", "1e23", "5e-324", "0.30000000000000004", "100.0", "0e99999999999999999999", "-0.0", "1.5" + "0" * 9999,
+                        "1e22", "123456789012345678901234567890", "0.000001", "1.7976931348623157e308"):
+            verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
+            self.assertEqual(repr(verdict.answers.get(A.id)), repr(json.loads(spelled)), spelled[:40])
+        for spelled in ("1e-400", "-1e-400", "0.1000000000000000001", "12345678901234567.5", "1.00000000000000001", "4.9e-324", "9007199254740993.0",
+                        "1e-" + "9" * 5000, "0." + "1" * 100000, "0." + "0" * 100000 + "1"):
+            verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
+            self.assertEqual(verdict.code, "not_json", spelled[:40])
+            self.assertRegex(verdict.detail, "^the number %s.* would be rounded to " % re.escape(spelled[:30]))
+            self.assertLess(len(verdict.detail), 100)
+
+    def test_an_answer_of_nothing_but_invisible_characters_is_none(self):
+        for unseen in "\0\t\x1b\x7f\x85\xa0\xad\u034f\u115f\u1160\u180e\u200b\u200d\u202e\u2028\u2060\u2800\u3000\u3164\ufe0f\ufeff\uffa0\U000e0041":
+            for answer in (unseen, "  %s\u200b\n%s" % (unseen, unseen)):
+                self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": answer}])).code, "empty_answer", ascii(answer))
+                self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": answer + "x"}])).code, "ok", ascii(answer))
+            with self.assertRaises(bh.HarnessError):
+                bh.load_task({"fields": {"answer": {"enum": ["a", unseen + " "]}}})
+        for seen in ("0", "-", "\u4e00", "\U0001f600", "\xb7", "\u0301", "\ufffd", "\ue000"):
+            self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": seen}])).code, "ok", ascii(seen))
+
     def test_a_blank_answer_is_none_unless_min_length_is_zero(self):
         raw = '[{"id": "%s", "answer": ""}]' % A.id
         self.assertEqual(bh.validate([A], raw).code, "empty_answer")
-        self.assertEqual(bh.validate([A], raw, bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}})).code, "ok")
+        for answer in ("", "\u200b"):
+            raw = json.dumps([{"id": A.id, "answer": answer}])
+            self.assertEqual(bh.validate([A], raw, bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}})).code, "ok")
 
     def test_the_rubric_version_must_be_echoed(self):
         task = bh.load_task({"rubric_version": 12, "fields": {"mood": {"enum": ["up"]}, "n": {"type": "integer"}}})
