@@ -652,49 +652,61 @@ def canonical(value: Any) -> Any:
     return (bool, value) if isinstance(value, bool) else value
 
 
-CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_",            # of ECMA-262, as Python writes them inside brackets
-           r"\s": "\\t-\\r \\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"}
-INSIDE = {**CLASSES, **{mark: "\\" + mark for mark in "[&~|"}}
-OUTSIDE = {"$": r"\Z", ".": "[^\\n\\r\\u2028\\u2029]", r"\b": r"(?a:\b)", r"\B": r"(?a:\B)",
-           **{name: "[%s]" % members for name, members in CLASSES.items()},
-           **{name.upper(): "[^%s]" % members for name, members in CLASSES.items()}}
-TOKENS = (r"\\p\{\w+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^?\]|\[(?:\\p\{\w+\}|\\.|[^\]\\])*\]|"
-          r"\(\?(?:<?[=!]|:)?|\{\d+(?:,\d*)?\}\+?|[*+?]\+|.")
-ALIKE = r"(?:\\[tnrfv]|\\[xu][0-9a-fA-F]+|\\[^\w\s]|\(|\(\?(?:<?[=!]|:)|\{\d+(?:,\d*)?\}|[^\\\[{])\Z"
+# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike, or DIALECT translates.
+ESCAPES = r"[dDnrstfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s]"
+TOKEN = re.compile(r"(\\(?:[bBS]|%s)|\[(?!\^?\])(?:(?!--)(?:\\(?:%s)|[^\\\]]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|"
+                   r"[^(\\[{*+?])([*+]|\{\d+,\}|\?|\{(\d+)(?:,(\d+))?\})?\??" % (ESCAPES, ESCAPES))
+SPACES = r"\s\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff\s"     # at each end what begins no range
+DIALECT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACES, r"\S": "[^%s]" % SPACES}
+IN_BRACKETS = {r"\s": SPACES, **{mark: "\\" + mark for mark in "[&~|"}}
+MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
 
 
 @functools.lru_cache(maxsize=256)
-def dialect(pattern: str, inside: bool = False) -> str:
-    r"""A JSON Schema pattern (ECMA-262) in the dialect of Python's re: $ ends the text, \d, \w and \b are ASCII.
+def matcher(pattern: str) -> Any:
+    r"""A JSON Schema pattern (ECMA-262), compiled: $ ends the text, \d, \w and \b are ASCII, \s is all white space.
 
-    `inside`: it stands in brackets.  ValueError names what the two read differently and this does not translate.
+    ValueError where Python would read it differently, or where it could take for ever.
     """
-    table, parts = INSIDE if inside else OUTSIDE, []
-    if inside and "--" in pattern:
-        raise ValueError("-- in brackets in a pattern")
-    for token in re.findall(TOKENS, pattern, re.S):
-        if token in (r"\p{L}", r"\p{Letter}"):
-            parts.append(_letters() if inside else "[%s]" % _letters())
-        elif not inside and token.startswith("[") and token not in ("[]", "[^]"):
-            start = 2 if token.startswith("[^") else 1
-            parts.append(token[:start] + dialect(token[start:-1], True) + "]")
-        elif token in table or re.match(ALIKE, token, re.S):
-            parts.append(table.get(token, token))
-        else:
-            raise ValueError("%s in a pattern" % token)
-    return "".join(parts)
+    tokens, parts, end = [], [], 0
+    while end < len(pattern):
+        token = TOKEN.match(pattern, end)
+        if token is None:
+            raise ValueError("%s is read differently" % pattern[end:end + 10])
+        tokens.append(token)
+        symbol, end = token.group(1), token.end()
+        if symbol[0] == "[":
+            symbol = "[" + re.sub(r"(?s)\\.|[\[&~|]", lambda mark: IN_BRACKETS.get(mark[0], mark[0]), symbol[1:])
+        parts.append(DIALECT.get(symbol, symbol) + pattern[token.end(1):end])
+    compiled = re.compile("".join(parts), re.ASCII)
+    _check_repeats(tokens)
+    return compiled
 
 
-@functools.lru_cache(maxsize=1)
-def _letters() -> str:
-    """The letters of Unicode as ranges for a character class."""
-    runs = "".join(char if char.isalpha() else " " for char in map(chr, range(sys.maxunicode + 1))).split()
-    return "".join("%s-%s" % (run[0], run[-1]) for run in runs)
+def _check_repeats(tokens: Iterable[Any]) -> None:
+    """ValueError when a repeated group repeats inside, as in ^(a+)+$, so that a text divides in too many ways."""
+    ways = [1.0]                # of each open group
+    for token in tokens:
+        symbol, times, least, most = token.groups("")
+        if symbol[0] == "(":
+            ways.append(1.0)
+            continue
+        inside = ways.pop() if symbol == ")" else 1.0
+        repeats = float(most or least or 1)
+        if times and not least and times != "?":
+            repeats = math.inf
+        if repeats > 1:
+            inside **= repeats
+            if inside > MOST_WAYS:
+                raise ValueError("a repeated group repeats inside")
+        ways[-1] *= inside
+        if most or not least:
+            ways[-1] *= repeats
 
 
 def _is_pattern(value: Any) -> bool:
     try:
-        return isinstance(value, str) and re.compile(dialect(value)) is not None
+        return isinstance(value, str) and matcher(value) is not None
     except (re.error, ValueError, OverflowError, RecursionError):
         return False
 
@@ -719,8 +731,9 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
     "const": ("any value", lambda a: True, None, lambda option, v: bool(canonical(v) == canonical(option))),
     "minLength": (*COUNT, "string", lambda n, v: len(v) >= n),
     "maxLength": (*COUNT, "string", lambda n, v: len(v) <= n),
-    "pattern": ("a regular expression that Python reads as JSON Schema does", _is_pattern, "string",
-                lambda pattern, v: re.search(dialect(pattern), v) is not None),
+    "pattern": ("a regular expression that Python and JSON Schema read alike, and that repeats nothing inside a "
+                "repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
+                lambda pattern, v: matcher(pattern).search(v) is not None),
     "minimum": (*NUMBER, "number", lambda n, v: v >= n),
     "maximum": (*NUMBER, "number", lambda n, v: v <= n),
     "exclusiveMinimum": (*NUMBER, "number", lambda n, v: v > n),
@@ -738,8 +751,8 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
 
 # White space, controls and what is drawn as nothing, by code point, not by Python's own tables, which change.
 UNSEEN = re.compile(
-    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f\u2800"
-    "\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a"
+    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f"
+    "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a"
     "\U000e0000-\U000e0fff]*\\Z")
 
 
