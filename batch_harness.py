@@ -956,8 +956,8 @@ REASONING = tuple((re.compile(opening), re.compile(end, re.S), words) for openin
     (r"(?:<\|start\|>assistant)?<\|channel\|>",
      r"<\|channel\|>final\s*(?:<\|constrain\|>json)?<\|message\|>(.*?)(?:<\|(?:return|end)\|>)?\Z",
      "channels without a final one")))
-# A list or object of plain values.  Every JSON list or object holds one, if only itself, so that to find one is to find
-# any; and since a search from a bracket ends at the next one outside strings, the time grows as the text and no faster.
+# A list or object of plain values.  Every JSON list or object holds one, if only itself, so that to find one is to
+# find any; and since a search from a bracket ends at the next one outside strings, the time grows as the text does.
 STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
 PLAIN = r"(?:%s|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null)" % STRING
 INNERMOST = re.compile(r"\[\s*(?:{0}(?:\s*,\s*{0})*\s*)?\]|\{{\s*(?:{1}(?:\s*,\s*{1})*\s*)?\}}".format(
