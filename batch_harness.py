@@ -88,7 +88,7 @@ VERDICTS: Dict[str, str] = {
     "unknown_field": "a field that was not asked for",
     "missing_field": "a field that was asked for is not there",
     "bad_value": "a value breaks its rule; the detail names field and rule",
-    "empty_answer": "a blank string where an answer should be",
+    "empty_answer": "a blank string, or nothing visible, where an answer should be",
     "stale_rubric": "an element echoes another rubric version",
     "rejected": "the endpoint refused this content (HTTP 400, 413 or 422)",
 }
@@ -98,7 +98,7 @@ NORMALISATIONS: Dict[str, str] = {
     "bom": "a byte order mark around the reply was dropped",
     "white_space": "white space around the reply was dropped",
     "fence": "one code fence around the whole reply was taken off",
-    "reasoning": "a reasoning block that ended before the JSON began was dropped",
+    "reasoning": "a reasoning block, or channels before the final one, that ended before the JSON began, was dropped",
     "bare_object": "in a call of one item, one bare object stood for a list of one",
     "id_spelling": "an id was stripped and lowercased",
     "id_integer": "an id of digits only was written as a JSON integer",
@@ -220,6 +220,19 @@ def _finite(spelled: str) -> float:
     return float(spelled)
 
 
+def _figures(spelled: str) -> str:
+    return spelled.lower().partition("e")[0].replace(".", "").strip("-0")
+
+
+def _exact(spelled: str) -> float:
+    """A float that is written back as the same decimal value; ValueError where the number would be rounded."""
+    value = _finite(spelled)
+    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures are an equal value.
+    if spelled != repr(value) and _figures(spelled) != _figures(repr(value)):
+        raise ValueError("the number %s would be rounded to %r" % (shown(Spelled(spelled), 40), value))
+    return value
+
+
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError("an integer of more than %d digits" % MAX_DIGITS)
@@ -230,7 +243,7 @@ INPUT_JSON = json.JSONDecoder(
     object_pairs_hook=_members, parse_constant=_finite, parse_float=Spelled,
     parse_int=lambda digits: Spelled(digits) if digits == "-0" or len(digits) > 300 else int(digits))
 REPLY_JSON = json.JSONDecoder(
-    object_pairs_hook=_members, parse_constant=_finite, parse_float=_finite, parse_int=_integer)
+    object_pairs_hook=_members, parse_constant=_finite, parse_float=_exact, parse_int=_integer)
 LEDGER_JSON = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
@@ -621,7 +634,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
         if name in ("id", "rubric_version") or not name.strip():
             raise HarnessError("task: %s: the name is blank, or used by the reply form; rename it" % where)
         check_schema(schema, where)
-        if any(isinstance(x, str) and not x.strip() for x in labels_of(schema) or ()) and schema.get("minLength") != 0:
+        if any(is_blank(label, schema) for label in labels_of(schema) or ()):
             raise HarnessError("task: %s has a blank label, and a blank answer counts as none; add minLength 0" % where)
 
 
@@ -640,49 +653,61 @@ def canonical(value: Any) -> Any:
     return (bool, value) if isinstance(value, bool) else value
 
 
-CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_",            # of ECMA-262, as Python writes them inside brackets
-           r"\s": "\\t-\\r \\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"}
-INSIDE = {**CLASSES, **{mark: "\\" + mark for mark in "[&~|"}}
-OUTSIDE = {"$": r"\Z", ".": "[^\\n\\r\\u2028\\u2029]", r"\b": r"(?a:\b)", r"\B": r"(?a:\B)",
-           **{name: "[%s]" % members for name, members in CLASSES.items()},
-           **{name.upper(): "[^%s]" % members for name, members in CLASSES.items()}}
-TOKENS = (r"\\p\{\w+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^?\]|\[(?:\\p\{\w+\}|\\.|[^\]\\])*\]|"
-          r"\(\?(?:<?[=!]|:)?|\{\d+(?:,\d*)?\}\+?|[*+?]\+|.")
-ALIKE = r"(?:\\[tnrfv]|\\[xu][0-9a-fA-F]+|\\[^\w\s]|\(|\(\?(?:<?[=!]|:)|\{\d+(?:,\d*)?\}|[^\\\[{])\Z"
+# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike, or DIALECT translates.
+ESCAPES = r"[dDnrstfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s]"
+TOKEN = re.compile(r"(\\(?:[bBS]|%s)|\[(?!\^?\])(?:(?!--)(?:\\(?:%s)|[^\\\]]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|"
+                   r"[^(\\[{*+?])([*+]|\{\d+,\}|\?|\{(\d+)(?:,(\d+))?\})?\??" % (ESCAPES, ESCAPES))
+SPACES = r"\s\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff\s"     # at each end what begins no range
+DIALECT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACES, r"\S": "[^%s]" % SPACES}
+IN_BRACKETS = {r"\s": SPACES, **{mark: "\\" + mark for mark in "[&~|"}}
+MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
 
 
 @functools.lru_cache(maxsize=256)
-def dialect(pattern: str, inside: bool = False) -> str:
-    r"""A JSON Schema pattern (ECMA-262) in the dialect of Python's re: $ ends the text, \d, \w and \b are ASCII.
+def matcher(pattern: str) -> Any:
+    r"""A JSON Schema pattern (ECMA-262), compiled: $ ends the text, \d, \w and \b are ASCII, \s is all white space.
 
-    `inside`: it stands in brackets.  ValueError names what the two read differently and this does not translate.
+    ValueError where Python would read it differently, or where it could take for ever.
     """
-    table, parts = INSIDE if inside else OUTSIDE, []
-    if inside and "--" in pattern:
-        raise ValueError("-- in brackets in a pattern")
-    for token in re.findall(TOKENS, pattern, re.S):
-        if token in (r"\p{L}", r"\p{Letter}"):
-            parts.append(_letters() if inside else "[%s]" % _letters())
-        elif not inside and token.startswith("[") and token not in ("[]", "[^]"):
-            start = 2 if token.startswith("[^") else 1
-            parts.append(token[:start] + dialect(token[start:-1], True) + "]")
-        elif token in table or re.match(ALIKE, token, re.S):
-            parts.append(table.get(token, token))
-        else:
-            raise ValueError("%s in a pattern" % token)
-    return "".join(parts)
+    tokens, parts, end = [], [], 0
+    while end < len(pattern):
+        token = TOKEN.match(pattern, end)
+        if token is None:
+            raise ValueError("%s is read differently" % pattern[end:end + 10])
+        tokens.append(token)
+        symbol, end = token.group(1), token.end()
+        if symbol[0] == "[":
+            symbol = "[" + re.sub(r"(?s)\\.|[\[&~|]", lambda mark: IN_BRACKETS.get(mark[0], mark[0]), symbol[1:])
+        parts.append(DIALECT.get(symbol, symbol) + pattern[token.end(1):end])
+    compiled = re.compile("".join(parts), re.ASCII)
+    _check_repeats(tokens)
+    return compiled
 
 
-@functools.lru_cache(maxsize=1)
-def _letters() -> str:
-    """The letters of Unicode as ranges for a character class."""
-    runs = "".join(char if char.isalpha() else " " for char in map(chr, range(sys.maxunicode + 1))).split()
-    return "".join("%s-%s" % (run[0], run[-1]) for run in runs)
+def _check_repeats(tokens: Iterable[Any]) -> None:
+    """ValueError when a repeated group repeats inside, as in ^(a+)+$, so that a text divides in too many ways."""
+    ways = [1.0]                # of each open group
+    for token in tokens:
+        symbol, times, least, most = token.groups("")
+        if symbol[0] == "(":
+            ways.append(1.0)
+            continue
+        inside = ways.pop() if symbol == ")" else 1.0
+        repeats = float(most or least or 1)
+        if times and not least and times != "?":
+            repeats = math.inf
+        if repeats > 1:
+            inside **= repeats
+            if inside > MOST_WAYS:
+                raise ValueError("a repeated group repeats inside")
+        ways[-1] *= inside
+        if most or not least:
+            ways[-1] *= repeats
 
 
 def _is_pattern(value: Any) -> bool:
     try:
-        return isinstance(value, str) and re.compile(dialect(value)) is not None
+        return isinstance(value, str) and matcher(value) is not None
     except (re.error, ValueError, OverflowError, RecursionError):
         return False
 
@@ -707,8 +732,9 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
     "const": ("any value", lambda a: True, None, lambda option, v: bool(canonical(v) == canonical(option))),
     "minLength": (*COUNT, "string", lambda n, v: len(v) >= n),
     "maxLength": (*COUNT, "string", lambda n, v: len(v) <= n),
-    "pattern": ("a regular expression that Python reads as JSON Schema does", _is_pattern, "string",
-                lambda pattern, v: re.search(dialect(pattern), v) is not None),
+    "pattern": ("a regular expression that Python and JSON Schema read alike, and that repeats nothing inside a "
+                "repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
+                lambda pattern, v: matcher(pattern).search(v) is not None),
     "minimum": (*NUMBER, "number", lambda n, v: v >= n),
     "maximum": (*NUMBER, "number", lambda n, v: v <= n),
     "exclusiveMinimum": (*NUMBER, "number", lambda n, v: v > n),
@@ -722,6 +748,19 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
     "$schema": ("https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
                 lambda a, v: True),
 }
+
+
+# White space, controls and what is drawn as nothing, by code point, not by Python's own tables, which change.
+UNSEEN = re.compile(
+    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f"
+    "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]*\\Z")
+
+
+def is_blank(value: Any, schema: Any) -> bool:
+    """Whether a value shows nothing at all, in a field whose schema does not allow that by minLength 0."""
+    allowed = isinstance(schema, dict) and schema.get("minLength") == 0
+    return isinstance(value, str) and not allowed and UNSEEN.match(value) is not None
 
 
 def broken_rule(schema: Any, value: Any) -> Optional[str]:
@@ -911,27 +950,53 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise _Refused("truncated", "finish: %s; %s" % (finish, refused.detail)) if cut else refused
 
 
-REASONING_END = re.compile(r"</think(?:ing)?>")
+REASONING = tuple((re.compile(opening), re.compile(end, re.S), words) for opening, end, words in (
+    # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say without an end.
+    (r"<(?:seed:)?think(?:ing)?>|\[THINK\]", r"(?:</(?:seed:)?think(?:ing)?>|\[/THINK\])(.*)",
+     "a reasoning block that does not end"),
+    (r"(?:<\|start\|>assistant)?<\|channel\|>",
+     r"<\|channel\|>final\s*(?:<\|constrain\|>json)?<\|message\|>(.*?)(?:<\|(?:return|end)\|>)?\Z",
+     "channels without a final one")))
+# A list or object of plain values.  Every JSON list or object holds one, if only itself, so that to find one is to
+# find any; and since a search from a bracket ends at the next one outside strings, the time grows as the text does.
+STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+PLAIN = r"(?:%s|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null)" % STRING
+INNERMOST = re.compile(r"\[\s*(?:{0}(?:\s*,\s*{0})*\s*)?\]|\{{\s*(?:{1}(?:\s*,\s*{1})*\s*)?\}}".format(
+    PLAIN, r"%s\s*:\s*%s" % (STRING, PLAIN)), re.S)
 FENCE = re.compile(r"(`{3,9}|~{3,9})[^\S\n]*(?:\w+[^\S\n]*)?\n(.*)\1\Z", re.S)    # one, around the whole text
 
 
 def _views(bare: str) -> Iterator[Tuple[List[str], str]]:
     """A text, and what is left of it under each of the wrappings it may have, with their notes."""
     yield [], bare
-    end = REASONING_END.search(bare)
-    for used, text in [([], bare), (["reasoning"], bare[end.end():].strip())] if end else [([], bare)]:
-        if used:
-            yield used, text
-        fenced = FENCE.match(text)
-        if fenced:
-            yield [*used, "fence"], fenced.group(2).strip()
+    yield from _fenced([], bare)
+    for opening, end, words in REASONING:
+        ended = end.search(bare)
+        if not ended:
+            if opening.match(bare):
+                raise _Refused("not_json", words)
+            continue
+        begun = opening.search(bare, 0, ended.start())
+        if begun and begun.start():
+            raise _Refused("not_json", "text before the reasoning")
+        if not begun and INNERMOST.search(bare, 0, ended.start()):
+            raise _Refused("not_json", "a JSON value before the end of a reasoning that never began")
+        text = ended.group(1).strip()
+        yield ["reasoning"], text
+        yield from _fenced(["reasoning"], text)
+
+
+def _fenced(used: List[str], text: str) -> Iterator[Tuple[List[str], str]]:
+    fence = FENCE.match(text)
+    if fence:
+        yield [*used, "fence"], fence.group(2).strip()
 
 
 def _unwrapped(text: str, notes: List[str]) -> Any:
     """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names.
 
-    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.  A reasoning
-    block ends in </think>; its opening tag is often part of the prompt's template and not of the reply.
+    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.  The opening
+    tag of a reasoning block is often part of the prompt's template and not of the reply.
     """
     body = text.strip()
     bare = body.strip("\ufeff").strip()
@@ -939,8 +1004,6 @@ def _unwrapped(text: str, notes: List[str]) -> Any:
         notes.append("white_space")
     if bare != body:
         notes.append("bom")
-    if bare.startswith(("<think>", "<thinking>")) and not REASONING_END.search(bare):
-        raise _Refused("not_json", "a reasoning block that does not end")
     for used, view in _views(bare):
         try:
             value = strict_json(view)
@@ -1024,7 +1087,7 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
         raise _Refused("stale_rubric", "%s: rubric_version %s, not %s" % (name, shown(version), task.rubric_version))
     for field, schema in task.fields.items():
         value, labels = element[field], labels_of(schema)
-        if isinstance(value, str) and not value.strip() and (isinstance(schema, bool) or schema.get("minLength") != 0):
+        if is_blank(value, schema):
             raise _Refused("empty_answer", "%s: %s is blank" % (name, shown(field)))
         rule = broken_rule(schema, value)
         # A label is the label as it was declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.

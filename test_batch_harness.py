@@ -444,7 +444,6 @@ class Tasks(Case):
         ({"pattern": "^a*$"}, ["aaa", "", 5], ["aaa\n", "b"]),
         ({"pattern": r"^\d+$"}, ["12"], ["\u0661", "1a"]),
         ({"pattern": r"^[\d$]+\w$"}, ["1$a"], ["1$\u00e9"]),
-        ({"pattern": r"^\p{Letter}+$"}, ["\u03c0", "ab"], ["1", "a_"]),
         ({"minimum": 0, "maximum": 1}, [0, 1, 0.5, "x"], [-0.1, 1.1, 10 ** 400]),
         ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1]),
         ({"items": {"minimum": 2}, "minItems": 1, "maxItems": 2}, [[2], [2, 3], "x"], [[], [1], [2, 2, 2]]),
@@ -481,16 +480,25 @@ class Tasks(Case):
 
     def test_a_pattern_means_what_ecma_262_says_or_is_refused(self):
         for pattern, good, bad in ((r"^\s$", ["\ufeff", " "], ["\x1c", "x"]), (r"^\S+$", ["a"], ["\ufeff"]), (r"^\D$", ["\u0663"], ["3"]),
-                                   (r"\bé", [" aé"], ["é"]), (r"^.$", ["a"], ["\u2028", "\n"]), (r"^\p{L}$", ["é", "\u4e2d"], ["\u00b2", "\u2167", "_"]),
-                                   (r"^[[&~|]+$", ["[&~|"], ["a"]), (r"^[^\d]$", ["a"], ["1"]), (r"^(?:a|b){2,3}?$", ["ab"], ["a"]),
+                                   (r"\bé", [" aé"], ["é"]), (r"^.$", ["a"], ["\u2028", "\n"]), (r"^[\D]$", ["\u0663"], ["3"]), (r"^\w$", ["a"], ["é"]),
+                                   (r"^[^\s]+$", ["a\x1c"], ["\ufeff"]), (r"^[[&~|]+$", ["[&~|"], ["a"]), (r"^[^\d]$", ["a"], ["1"]), (r"^(?:a|b){2,3}?$", ["ab"], ["a"]),
                                    (r"\u4e00|\x41\.", ["\u4e00", "A."], ["AA"])):
             bh.check_schema({"pattern": pattern}, "x")
             self.assertEqual([bh.broken_rule({"pattern": pattern}, text) for text in good], [None] * len(good), pattern)
             self.assertEqual([bh.broken_rule({"pattern": pattern}, text) for text in bad], ["pattern"] * len(bad), pattern)
-        for pattern in (r"[\D]", r"[\W]", "[]a]", "[^]", r"\Aa", "a{,2}", r"(a)|\1b", "(?i)a", "(?P<n>a)", "(?<n>a)", "a*+", "a{2}+", r"a\Z", "(", "[a", "a\\",
+        for pattern in (r"[\S]", r"[a-\s]", r"[\s-z]", r"\ud83d", r"\p{L}", "[]a]", "[^]", r"\Aa", "a{,2}", r"(a)|\1b", "(?i)a", "(?P<n>a)", "(?<n>a)", "a*+", "a{2}+", r"a\Z", "(", "[a", "a\\",
                         r"\p{Greek}", r"\cA", r"\0", "[+--]"):
             with self.subTest(pattern=pattern), self.assertRaises(bh.HarnessError):
                 bh.check_schema({"pattern": pattern}, "x")
+
+    def test_a_pattern_that_could_take_for_ever_is_refused_at_load(self):
+        for pattern in ("^(a+)+$", "(a*)*", "(a+|b)*", r"^(\w+\s?)+$", "(?:a{1,}){2,}", r"(\d{1,3},?)+", "(a+){20}", "((a+)b)*", "(a|(b|c*))+", "(?=(a+)+$)a",
+                        "(a{0,9999}){0,9999}", "(a{2,}?)+?", "(a{1,5}){1,20}", "((a{1,3}){3}){9}", "(a{1,3}){999999999}", "(a{1,%s})" % ("9" * 500)):
+            with self.subTest(pattern=pattern[:30]), self.assertRaisesRegex(bh.HarnessError, "repeats nothing inside a repeated group"):
+                bh.load_task({"fields": {"answer": {"type": "array", "items": {"pattern": pattern}}}})
+        for pattern in (r"^(\d{1,3}\.){3}\d{1,3}$", "^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$", "^(good|bad)*$", "(a+)?b", "^(?:[A-Z]{2}-)+$", "(a+)(b+)", "(ab?)*",
+                        r"(\(+\)+)(?:[*+]-){2,}", r"^(?!x).+$", "((a))*"):
+            bh.check_schema({"pattern": pattern}, "x")
 
     def test_what_could_not_be_written_down_is_no_task(self):
         deep = current = []
@@ -506,7 +514,8 @@ class Tasks(Case):
 
     def test_a_task_file_that_cannot_be_read_is_refused(self):
         self.items_file(1)
-        for content in (b"", b"[]", b'{"fields": {"a": {}}, "fields": {}}', b"\xff", b'{"instruction": NaN}'):
+        for content in (b"", b"[]", b'{"fields": {"a": {}}, "fields": {}}', b"\xff", b'{"instruction": NaN}',
+                        b'{"fields": {"a": {"maximum": 0.1000000000000000001}}}'):
             self.refused("--input", "items.jsonl", "--model", "demo", "--task", self.write("task.json", content))
         self.refused("--input", "items.jsonl", "--model", "demo", "--task", "none.json")
         self.write("task.json", '{"fields": {"a": {"type": "string"}}}')
@@ -593,6 +602,10 @@ def both(a='"good"', b='"bad"'):
     return '[{"id": "%s", "answer": %s}, {"id": "%s", "answer": %s}]' % (A.id, a, B.id, b)
 
 
+OTHER = both('"bad"', '"good"')
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>Perhaps " + OTHER, "<|channel|>final<|message|>"
+
+
 class Validation(Case):
     REFUSED = [         # reply, verdict, words of the detail
         (None, "empty_reply", ""), ("", "empty_reply", ""), (" \n\t\ufeff", "empty_reply", ""),
@@ -603,6 +616,17 @@ class Validation(Case):
         ("```json\n" + GOOD + "\n```\nExample:\n```json\n[]\n```", "not_json", ""), ("```\n```\n" + GOOD + "\n```\n```", "not_json", ""),
         ("<think>hm " + GOOD, "not_json", "does not end"), (GOOD + "</think>", "not_json", ""),
         ("<think>a</think> so " + GOOD, "not_json", ""), ("</think>x</think>" + GOOD, "not_json", ""),
+        (GOOD + "<think>or rather</think>" + OTHER, "not_json", "text before the reasoning"),
+        ("I will not judge these.\n<think>Or shall I?</think>" + GOOD, "not_json", "text before the reasoning"),
+        ("I cannot. [THINK]x[/THINK]" + GOOD, "not_json", "text before the reasoning"),
+        (GOOD + "\n</think>" + OTHER, "not_json", "a JSON value before the end of a reasoning"),
+        ('well, {"a": {"b": ["c]", 1.5e3]} </think>' + GOOD, "not_json", "a JSON value before the end of a reasoning"),
+        ("<think>a</think>" + OTHER + "<think>b</think>" + GOOD, "not_json", "text after"),
+        (ANALYSIS, "not_json", "channels without a final one"), (ANALYSIS + "<|end|>", "not_json", "channels without a final one"),
+        ("<|channel|>commentary<|message|>" + GOOD, "not_json", "channels without a final one"),
+        (GOOD + ANALYSIS + FINAL + OTHER, "not_json", "text before the reasoning"),
+        (GOOD + FINAL + OTHER, "not_json", "a JSON value before the end of a reasoning"),
+        (ANALYSIS + FINAL + OTHER + "<|end|>" + FINAL + GOOD, "not_json", "text after"),
         (GOOD.replace("}, {", ", "), "not_json", 'the key "id" is given twice'),
         (both().replace('"answer": "good"', '"answer": "good", "answer": "bad"'), "not_json", '"answer" is given twice'),
         (both('{"x": 1, "x": 2}'), "not_json", '"x" is given twice'),
@@ -650,6 +674,12 @@ class Validation(Case):
         ("````JSON\r\n" + GOOD + "\r\n````", ("fence",)), ("<think>draft: [] </think>\n" + GOOD, ("reasoning",)),
         ("<thinking>\nx\n</thinking>" + GOOD, ("reasoning",)), ("hm [draft]\n</think>\n" + GOOD, ("reasoning",)),
         ("<think>x</think>\n```json\n" + GOOD + "\n```", ("reasoning", "fence")),
+        ("<think>I <think> " + OTHER + "</think>" + GOOD, ("reasoning",)), ("[THINK]{}[/THINK]" + GOOD, ("reasoning",)),
+        ("<seed:think>{}</seed:think>" + GOOD, ("reasoning",)), ("cf. [1-3] and {x}</think>" + GOOD, ("reasoning",)),
+        (ANALYSIS + "<|end|><|start|>assistant" + FINAL + GOOD, ("reasoning",)), (FINAL + GOOD + "<|end|>", ("reasoning",)),
+        ("<|start|>assistant" + ANALYSIS + "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>" + GOOD
+         + "\n<|return|>", ("reasoning",)),
+        (ANALYSIS + FINAL + "```\n" + GOOD + "\n```", ("reasoning", "fence")),
         (GOOD.replace(A.id, A.id.upper()), ("id_spelling",)), (GOOD.replace(A.id, " %s\\n" % A.id), ("id_spelling",)),
         (json.dumps(json.loads(GOOD), indent=4), ()),
     ]
@@ -708,10 +738,35 @@ class Validation(Case):
         fenced = '```json\n[{"id": "%s", "answer": "</think> ``` "}]\n```' % A.id
         self.assertEqual(bh.validate([A], fenced, task).answers, {A.id: "</think> ``` "})
 
+    def test_a_number_that_would_be_rounded_is_refused(self):
+        task = bh.load_task({"fields": {"answer": {"type": "number"}}})
+        for spelled in ("0.10", "0.1", "1E5", "1e23", "5e-324", "0.30000000000000004", "100.0", "0e99999999999999999999", "-0.0", "1.5" + "0" * 9999,
+                        "1e22", "123456789012345678901234567890", "0.000001", "1.7976931348623157e308"):
+            verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
+            self.assertEqual(repr(verdict.answers.get(A.id)), repr(json.loads(spelled)), spelled[:40])
+        for spelled in ("1e-400", "-1e-400", "0.1000000000000000001", "12345678901234567.5", "1.00000000000000001", "4.9e-324", "9007199254740993.0",
+                        "1e-" + "9" * 5000, "0." + "1" * 100000, "0." + "0" * 100000 + "1"):
+            verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
+            self.assertEqual(verdict.code, "not_json", spelled[:40])
+            self.assertRegex(verdict.detail, "^the number %s.* would be rounded to " % re.escape(spelled[:30]))
+            self.assertLess(len(verdict.detail), 100)
+
+    def test_an_answer_of_nothing_but_invisible_characters_is_none(self):
+        for unseen in "\0\t\x1b\x7f\x85\xa0\xad\u034f\u115f\u1160\u180e\u200b\u200d\u202e\u2028\u2060\u2800\u3000\u3164\ufe0f\ufeff\uffa0\U000e0041":
+            for answer in (unseen, "  %s\u200b\n%s" % (unseen, unseen)):
+                self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": answer}])).code, "empty_answer", ascii(answer))
+                self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": answer + "x"}])).code, "ok", ascii(answer))
+            with self.assertRaises(bh.HarnessError):
+                bh.load_task({"fields": {"answer": {"enum": ["a", unseen + " "]}}})
+        for seen in ("0", "-", "\u4e00", "\U0001f600", "\xb7", "\u0301", "\ufffd", "\ue000"):
+            self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": seen}])).code, "ok", ascii(seen))
+
     def test_a_blank_answer_is_none_unless_min_length_is_zero(self):
         raw = '[{"id": "%s", "answer": ""}]' % A.id
         self.assertEqual(bh.validate([A], raw).code, "empty_answer")
-        self.assertEqual(bh.validate([A], raw, bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}})).code, "ok")
+        for answer in ("", "\u200b"):
+            raw = json.dumps([{"id": A.id, "answer": answer}])
+            self.assertEqual(bh.validate([A], raw, bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}})).code, "ok")
 
     def test_the_rubric_version_must_be_echoed(self):
         task = bh.load_task({"rubric_version": 12, "fields": {"mood": {"enum": ["up"]}, "n": {"type": "integer"}}})
@@ -749,7 +804,8 @@ class Validation(Case):
             self.assertEqual(bh.as_reply(reply), bh.Reply(GOOD))
 
     def test_long_junk_is_judged_in_a_moment(self):
-        for raw in ("```" + " " * 300000 + "x", "```json" + "\n" * 300000, "<think>" * 50000, "[" + '{"a": 1},' * 50000,
+        for raw in ("```" + " " * 300000 + "x", "```json" + "\n" * 300000, "<think>" * 50000, '["' * 100000 + "</think>",
+                    '[\\" ' * 100000 + "</think>", '["\\" ' * 100000 + FINAL, "<|channel|>" * 50000, "[" + '{"a": 1},' * 50000,
                     "{%s, %s}" % (", ".join('"k%d": 1' % n for n in range(50000)), '"k49999": 2')):
             self.assertNotEqual(bh.validate([A, B], raw, LABELS).code, "ok")
 
