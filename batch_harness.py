@@ -1176,14 +1176,15 @@ NEEDED: Dict[str, Dict[str, Any]] = {                           # members that r
     "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
                 "run": str, "batch_id": str, "form": str},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
-OUTCOMES = ("applied", "stale_text", "stale_rubric", "missing_row")     # of apply, for each answered item
+# Of apply, for each answered item; where several rows hold its text, the first of these that one of them came to.
+OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
 REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
     "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
     "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
     "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
     "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
-    "arms": list, "size": int, "attempt": int,
+    "arms": list, "size": int, "attempt": int, "why": dict,
     **dict.fromkeys(OUTCOMES, list)}
 
 
@@ -4819,6 +4820,7 @@ def command_explain(options: argparse.Namespace, say: Speaker, out: Speaker) -> 
     for number, row in touching:
         if row["event"] == "apply":
             outcomes = [word for word in OUTCOMES if any(name.startswith(one) for one in row.get(word, ()))]
+            outcomes += [str(why) for one, why in row.get("why", {}).items() if name.startswith(one)]
             out("\nline %d, %s, %s: %s" % (number, row.get("at"), row["target"], ", ".join(outcomes)))
             continue
         arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
@@ -5189,8 +5191,8 @@ class Auditor:
             yield "%s: the job of key %s is not collected" % (self.path, key)
         for target in sorted({target for target, _ in self.applied}):
             tally = collections.Counter(word for (where, _), word in self.applied.items() if where == target)
-            yield "%s: %s: applied %d + stale %d + missing %d" % (
-                self.path, target, tally["applied"], tally["stale_text"] + tally["stale_rubric"], tally["missing_row"])
+            yield "%s: %s: %s" % (
+                self.path, target, " + ".join("%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
 
 
 def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
@@ -5229,6 +5231,9 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
 
 
 CHUNK = 1000                                                            # rows of one transaction
+UNDONE = {"not_kept": "give the column a type that holds it, or look at the triggers",      # what to do about it
+          "refused": "change the table's rules, or this task's"}
+LOCK_WAIT = 30.0                                                        # seconds, for another program to let go
 
 
 class Change(NamedTuple):
@@ -5258,8 +5263,8 @@ class Table:
             raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
                 "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
         path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
-        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True, timeout=30,
-                                    isolation_level=None)
+        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True,
+                                    timeout=LOCK_WAIT, isolation_level=None)
         self.base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
         kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
         if kinds.get(self.name) != "table":
@@ -5276,32 +5281,71 @@ class Table:
                 self.name, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
         taken = {name.lower() for name in columns}
         self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
+        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
+        self._select = "SELECT %s FROM %s WHERE %s " % (", ".join(columns), quoted(self.name), self.row)
         try:
-            self.base.execute("SELECT %s FROM %s LIMIT 1" % (self.row, quoted(self.name)))
-        except sqlite3.Error:
+            self.cells(0)
+        except sqlite3.OperationalError as error:
+            if "no such column" not in str(error):
+                raise
             raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
 
+    def cells(self, row: int) -> Any:
+        """One row as it is now, as (rowid, text, key, rubric, batch, values...); None where it is gone."""
+        return self.base.execute(self._select + "= ?", (row,)).fetchone()
+
     def chunk(self, after: float) -> List[Tuple[Any, ...]]:
-        """The next rows, as (rowid, text, key, rubric, batch, values...)."""
+        """The cells of the next rows."""
         import sqlite3
-        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
-        rows = self.base.execute("SELECT %s FROM %s WHERE %s > ? ORDER BY %s LIMIT %d" % (
-            ", ".join(columns), quoted(self.name), self.row, self.row, CHUNK), (after,)).fetchall()
+        rows = self.base.execute("%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, text: str, change: Change) -> bool:
-        """Write one decision, where the row's text and rubric still allow it; whether they did."""
-        sets, values = [*self.fields, self.batch], [*change.values, change.mark]
-        where, bounds = "%s = ? AND %s IS ? COLLATE BINARY" % (self.row, quoted(self.text)), [row, text]
+    def update(self, row: int, change: Change) -> Tuple[str, str]:
+        """Write one decision and read the row back: its outcome, and why it is not "applied"; then it is undone."""
+        import sqlite3
+        sets = {**dict(zip(self.fields, change.values)), self.batch: change.mark}
         if self.rubric is not None:
-            sets, values = [*sets, self.rubric], [*values, self.version]
-            where += " AND CAST(coalesce(%s, ?) AS INTEGER) <= ?" % quoted(self.rubric)
-            bounds += [self.version, self.version]
-        done = self.base.execute("UPDATE %s SET %s WHERE %s" % (
-            quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), where), [*values, *bounds])
-        return done.rowcount == 1
+            sets[self.rubric] = self.version
+        self.base.execute("SAVEPOINT decision")
+        try:
+            self.base.execute("UPDATE %s SET %s WHERE %s = ?" % (
+                quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), self.row),
+                [*sets.values(), row])
+            why = self._not_kept(self.cells(row), change)
+            outcome = "not_kept" if why else "applied"
+        except sqlite3.Error as error:
+            outcome, why = "refused", str(error)[:MAX_KEPT]
+            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", why):
+                raise                                   # it is not about this row
+        if self.base.in_transaction:                    # a trigger may have rolled back all of it
+            if why:
+                self.base.execute("ROLLBACK TO decision")
+            self.base.execute("RELEASE decision")
+        return outcome, why
+
+    def _not_kept(self, cells: Any, change: Change) -> str:
+        """Which column of a row does not hold what was written, in value and type; blank where each one does."""
+        if cells is None:
+            return "the row went away when it was written"
+        if self.version is not None and version_in(cells[3]) != self.version:
+            return "column %s holds %s where %s was written" % (self.rubric, shown(cells[3]), self.version)
+        for name, now, value in zip((self.batch, *self.fields), cells[4:], (change.mark, *change.values)):
+            if not same_cell(now, value):
+                return "column %s holds %s where %s was written" % (name, shown(now), shown(value))
+        return ""
+
+
+def same_cell(now: Any, value: Any) -> bool:
+    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is never a text."""
+    return bool(now == value) and isinstance(now, str) == isinstance(value, str)
+
+
+def version_in(cell: Any) -> Optional[int]:
+    """The rubric version that a cell spells, in a column of any type; None where it spells none."""
+    match = re.match(r"(-?\d{1,19})(\.0)?\Z", str(cell))
+    return int(match.group(1)) if match else None
 
 
 def quoted(name: str) -> str:
@@ -5347,72 +5391,84 @@ class Applier:
 
     def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
                  options: argparse.Namespace) -> None:
-        self.table, self.found, self._left, self._dry = table, found, options.limit or math.inf, options.dry_run
+        self.table, self.found, self._limit, self._dry = table, found, options.limit, options.dry_run
         self._known = known                             # items that the ledger says were applied
         self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
         self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
+        self.why: Dict[str, str] = {}                   # digest -> why a row that was to be written does not hold it
         self.written = 0                                # rows
         self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
         self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
+        self._barred: Dict[int, Tuple[str, str]] = {}   # rows whose writing rolls the whole transaction back
 
-    def chunk(self, after: float) -> Optional[int]:
+    def chunk(self, after: float) -> Optional[float]:
         """Decide the next rows, in one transaction; the last of them, or None where there is none."""
-        base = self.table.base
+        base, written = self.table.base, self.written
+        news: List[Tuple[str, str, str]] = []
         base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
         try:
             rows = self.table.chunk(after)
-            for row in rows:
-                self._row(row)
+            for cells in rows:
+                news.append(self._row(cells))
+                if not base.in_transaction:             # nothing of it stands: once more, without this row
+                    self.written = written
+                    return after
             base.execute("COMMIT")
         except BaseException:
             if base.in_transaction:
                 base.execute("ROLLBACK")
             raise
+        for sha, outcome, why in news:
+            self._note(sha, outcome, why)
         return rows[-1][0] if rows else None
 
-    def _row(self, cells: Sequence[Any]) -> None:
-        """Decide one row, as Table.chunk gives it."""
-        row, text, key, rubric, batch = cells[:5]
-        values = tuple(cells[5:])
+    def _row(self, cells: Sequence[Any]) -> Tuple[str, str, str]:
+        """Decide one row, given by its cells, as (digest, outcome, why); without an outcome where it is left alone."""
+        row, text, key, rubric, batch, *values = cells
         sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
         change, version = self.found.get(sha), self.table.version
         if change is None:
-            known = self._by_source.get(str(key))
-            if known is not None:
-                self._note(known, "stale_text")
-        elif self._before(change, batch, values):
-            self._note(sha, "applied")
-        elif version is not None and rubric is not None and not (
-                re.match(r"-?\d+(\.0)?\Z", str(rubric)) and int(float(rubric)) <= version):
-            self._note(sha, "stale_rubric")
-        elif not self._left:
-            self.left_out.add(sha)
-        elif self._dry or self.table.update(row, text, change):
-            self._left -= 1
-            self.written += 1
-            self._note(sha, "applied")
-        else:
-            self._note(sha, "stale_text")
+            return self._by_source.get(str(key), ""), "stale_text", ""
+        if self._before(change, batch, values):
+            return sha, "applied", ""
+        if version is not None and rubric is not None:
+            decided = version_in(rubric)
+            if decided is None or decided > version:
+                return sha, "stale_rubric", ""
+        if self.written == self._limit:
+            return sha, "", ""
+        now = cells if self._dry else self.table.cells(row)
+        if now != cells:                                # a trigger of a row before it has changed it
+            return self._row(now) if now else ("", "", "")
+        outcome, why = self._barred.get(row) or (("applied", "") if self._dry else self.table.update(row, change))
+        if not self.table.base.in_transaction:
+            self._barred[row] = outcome, why
+        self.written += outcome == "applied"
+        return sha, outcome, why
 
     def settle(self) -> None:
         """What has met no row is missing."""
         gone = self.found.keys() - self.outcomes.keys() - self.left_out
         self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
 
-    def _before(self, change: Change, batch: Any, values: Tuple[Any, ...]) -> bool:
+    def _before(self, change: Change, batch: Any, values: Sequence[Any]) -> bool:
         """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
         have changed it since (the mark may be that of another stage on the same text).
         """
         pairs = list(zip(values, change.values))
-        if batch == change.mark and all(now == value or str(now) == str(value) for now, value in pairs):
+        if batch == change.mark and all(itertools.starmap(same_cell, pairs)):
             return True
         return change.name in self._known and str(batch).endswith("/" + change.name) and not any(
             now is None and value is not None for now, value in pairs)
 
-    def _note(self, sha: str, outcome: str) -> None:
-        before = self.outcomes.get(sha, outcome)
-        self.outcomes[sha] = min(before, outcome, key=OUTCOMES.index)
-        self.changed.add(sha)
+    def _note(self, sha: str, outcome: str, why: str) -> None:
+        if sha and not outcome:
+            self.left_out.add(sha)
+        elif sha:
+            self.outcomes[sha] = min(self.outcomes.get(sha, outcome), outcome, key=OUTCOMES.index)
+            self.changed.add(sha)
+            if why and self.outcomes[sha] == outcome:
+                self.why[sha] = why
 
 
 def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> int:
@@ -5439,15 +5495,13 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
             ledger.replay(take)
         else:
             replay(options.ledger, lambda line: take(line.row or {}))
+        applier: Optional[Applier] = None
         try:
             table = Table(options, task)
-        except sqlite3.Error as error:
-            raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
-        stack.callback(table.base.close)
-        found = decisions(options.ledger, task, table.fields)
-        applier = Applier(table, found, {name for name, outcome in known.items() if outcome == "applied"}, options)
-        after: Optional[float] = -math.inf
-        try:
+            stack.callback(table.base.close)
+            found = decisions(options.ledger, task, table.fields)
+            applier = Applier(table, found, {name for name, word in known.items() if word == "applied"}, options)
+            after: Optional[float] = -math.inf
             while after is not None:
                 after = applier.chunk(after)
                 if after is None:
@@ -5455,8 +5509,9 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
                 if ledger is not None:
                     note_outcomes(ledger, applier, known, task, target, after is None)
         except sqlite3.Error as error:
-            say("batch_harness: %s: %s; what was committed stands, the same command goes on" % (
-                options.database, error))
+            if applier is None and "locked" not in str(error):
+                raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
+            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (options.database, error))
             return STOPPED
     say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
     out("%d answered items: %s%s" % (
@@ -5464,22 +5519,29 @@ def command_apply(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
         "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
     if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
         say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
-    return DONE
+    undone = {word: sha for sha, word in applier.outcomes.items() if word in UNDONE}        # one of each
+    for word, sha in undone.items():
+        say("%s, such as item %s: %s; %s" % (word, found[sha].name, applier.why[sha], UNDONE[word]))
+    return QUARANTINED_LEFT if undone else DONE
 
 
 def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
     """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
     news: Dict[str, List[str]] = collections.defaultdict(list)
+    why: Dict[str, str] = {}
     changed = applier.outcomes.keys() if last else applier.changed
     for sha, outcome in ((sha, applier.outcomes[sha]) for sha in changed):
         name = applier.found[sha].name
         if known.get(name) != outcome and (last or outcome == "applied"):
             known[name] = outcome
             news[outcome].append(name)
+            if outcome in UNDONE:
+                why[name] = applier.why[sha]
     applier.changed.clear()
     if news:
-        ledger.append(row_parts({"event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint,
-                                 "target": target, **news}))
+        ledger.append(row_parts(compact({
+            "event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint, "target": target,
+            **news, "why": why})))
         ledger.sync()
 
 

@@ -4655,7 +4655,7 @@ class AuditAndApply(EndpointCase):
         self.sql("UPDATE posts SET answer = 'by hand' WHERE id = 2")            # what a person changed since stays
         self.main(*self.APPLY)
         self.assertEqual(self.answers()[2], "by hand")
-        self.assertIn("applied 6 + stale 0 + missing 0", self.audit("--ledger", "l.jsonl")[1])
+        self.assertIn("posts.db, table posts (answer): applied 6\n", self.audit("--ledger", "l.jsonl")[1])
 
     def test_rows_that_changed_or_went_are_left_alone_and_recorded(self):
         self.run_()
@@ -4668,7 +4668,7 @@ class AuditAndApply(EndpointCase):
         self.assertEqual([self.answers()[n] for n in (1, 2)], [None, None])
         self.assertEqual(self.answers()[40], self.answers()[4])
         self.assertEqual(self.ledgered(), {"applied": 3, "stale_text": 2, "missing_row": 1})
-        self.assertIn("applied 3 + stale 2 + missing 1", self.audit("--ledger", "l.jsonl")[1])
+        self.assertIn("applied 3 + stale_text 2 + missing_row 1\n", self.audit("--ledger", "l.jsonl")[1])
 
     def with_rubric(self, version=3):
         self.items_file(6)
@@ -4844,11 +4844,100 @@ class AuditAndApply(EndpointCase):
         code, out, err = self.main(*["big.jsonl" if word == "l.jsonl" else word for word in self.APPLY])
         self.assertEqual((code, set(self.answers().values())), (2, {None}))
         self.assertIn("has more than 64 bits; nothing was applied", err)
-        with contextlib.closing(sqlite3.connect("posts.db")) as base:
-            base.execute("CREATE TRIGGER no BEFORE UPDATE ON posts BEGIN SELECT RAISE(ABORT, 'not today'); END")
-        code, out, err = self.main(*self.APPLY)
-        self.assertEqual(code, 3)
-        self.assertIn("posts.db: not today; what was committed stands", err)
+
+    def applied(self, *words):
+        """Apply, and what came of it: exit code, what was said, and the reasons on the ledger by the row's id."""
+        code, out, err = self.main(*self.APPLY, *words)
+        self.assertNotIn("fault of its own", err)
+        keys = {bh.item_id(text): key for key, text in self.sql("SELECT id, text FROM posts")}
+        why = {keys[name]: words for row in self.rows("l.jsonl", "apply") for name, words in row.get("why", {}).items()}
+        return code, out + err, why
+
+    def answered(self, values, schema, *more):
+        """A ledger whose items 0, 1, 2 ... have these answers."""
+        self.items_file(len(values))
+        self.write("task.json", json.dumps({"instruction": "J", "fields": {"answer": schema}}))
+        answer = "'[{\"id\": \"%s\", \"answer\": %s}]' % (re.findall('<item id=\"(.*?)\"', p)[0], "
+        answer += repr(list(map(json.dumps, values))) + "[int(re.findall('number ([0-9]+)<', p)[0])])"
+        self.write("m.py", "import re\ndef f(p): return " + answer)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "py:m.py:f", "--task", "task.json", "--ledger", "l.jsonl")
+        self.assertEqual(code, 0, out + err)
+
+    def test_what_the_column_does_not_keep_is_undone_and_named(self):
+        for kind, values, kept in (("INTEGER", ["007", "1e5", "good", "7 "], [2]), ("REAL", [9007199254740993, 1, 2.5], [1, 2]), ("TEXT", [5, True], []),
+                                   ("INTEGER", [True, 7, 2.5, 2.0], [0, 1, 2, 3]), ("", ["007", 5, True, 9007199254740993], [0, 1, 2, 3])):
+            with self.subTest(kind=kind, values=values):
+                self.answered(values, {"type": ["string", "number", "boolean"]})
+                self.table(len(values), ", mine %s" % kind)
+                code, said, why = self.applied("--set", "mine=answer")
+                lost = set(range(len(values))) - set(kept)
+                self.assertEqual((code, set(why)), (1 if lost else 0, lost), said)
+                self.assertEqual(self.ledgered(), {word: count for word, count in (("applied", len(kept)), ("not_kept", len(lost))) if count})
+                self.assertEqual(self.sql("SELECT id FROM posts WHERE mine IS NOT NULL OR decided IS NOT NULL ORDER BY id"), [(n,) for n in kept])
+                for n in lost:
+                    self.assertRegex(why[n], r"column mine holds .* where %s was written" % re.escape(json.dumps(values[n])))
+                before = self.bytes("l.jsonl")
+                self.assertEqual((self.applied("--set", "mine=answer")[0], self.bytes("l.jsonl")), (code, before))
+                for path in ("l.jsonl", "posts.db"):
+                    os.remove(path)
+
+    def test_what_a_trigger_overwrites_ignores_or_takes_away_is_not_kept(self):
+        self.answered(["a", "b", "c", "d", "e"], {"type": "string"})
+        self.table(5)
+        for n, words in enumerate(("UPDATE posts SET answer = upper(answer) WHERE id = 0", "SELECT RAISE(IGNORE)", "DELETE FROM posts WHERE id = 2", "UPDATE posts SET decided = 'x' WHERE id = 3")):
+            self.sql("CREATE TRIGGER t%d %s UPDATE ON posts WHEN NEW.id = %d BEGIN %s; END" % (n, "BEFORE" if n == 1 else "AFTER", n, words))
+        code, said, why = self.applied()
+        self.assertEqual((code, self.answers()), (1, {**dict.fromkeys(range(4)), 4: "e"}), said)
+        self.assertEqual(self.ledgered(), {"applied": 1, "not_kept": 4})
+        self.assertEqual(why[0], 'column answer holds "A" where "a" was written')
+        self.assertRegex(why[1], "^column decided holds null where ")
+        self.assertRegex(why[2], "went away")
+        self.assertRegex(why[3], '^column decided holds "x" where ')
+        self.assertIn("not_kept, such as item ", said)
+        self.assertIn('not_kept, column answer holds "A"', self.main("explain", bh.item_id("text number 0"), "--ledger", "l.jsonl")[1])
+        code, out = self.audit("--ledger", "l.jsonl")
+        self.assertEqual(code, 0)
+        self.assertIn("applied 1 + not_kept 4\n", out)
+
+    def test_a_row_that_the_database_refuses_does_not_hold_up_the_others(self):
+        for words, reason in (("CHECK", "CHECK constraint failed"), ("UNIQUE", "UNIQUE constraint failed: posts.answer"), ("ABORT", "not today"), ("FAIL", "not today"),
+                              ("ROLLBACK", "not today"), ("JSON", "malformed JSON")):
+            with self.subTest(words=words):
+                self.answered(["a", "bad", "c", "bad" if words != "UNIQUE" else "a", "e"], {"type": "string"})
+                self.table(5)
+                self.sql({"UNIQUE": "CREATE UNIQUE INDEX one ON posts (answer)",
+                          "CHECK": "ALTER TABLE posts ADD COLUMN more TEXT CHECK (answer IS NOT 'bad')",
+                          "JSON": "CREATE TRIGGER t BEFORE UPDATE ON posts WHEN NEW.answer = 'bad' BEGIN SELECT json_extract(NEW.answer, '$.x'); END"}.get(
+                    words, "CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.answer = 'bad' BEGIN SELECT RAISE(%s, 'not today'); END" % words))
+                code, said, why = self.applied("--limit", "2")
+                lost = {3} if words == "UNIQUE" else {1, 3}
+                self.assertEqual((code, sum(answer is not None for answer in self.answers().values())), (1 if words != "UNIQUE" else 0, 2), said)
+                code, said, why = self.applied()
+                self.assertEqual((code, set(why), {n for n, answer in self.answers().items() if answer is None}), (1, lost, lost), said)
+                self.assertEqual(self.ledgered(), {"applied": 5 - len(lost), "refused": len(lost)})
+                self.assertIn(reason, why[3])
+                self.assertIn(reason, said)
+                for path in ("l.jsonl", "posts.db"):
+                    os.remove(path)
+
+    def test_a_row_that_a_trigger_moved_on_is_decided_as_it_is_now(self):
+        self.answered(["a", "b", "c"], {"type": "string"})
+        self.table(3)
+        self.sql("CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.id = 0 BEGIN UPDATE posts SET text = 'other' WHERE id = 1; DELETE FROM posts WHERE id = 2; END")
+        self.assertEqual(self.applied()[0], 0)
+        self.assertEqual((self.answers(), self.ledgered()), ({0: "a", 1: None}, {"applied": 1, "stale_text": 1, "missing_row": 1}))
+
+    def test_a_locked_database_is_said_to_be_locked(self):
+        self.run_(2)
+        self.table(2)
+        with contextlib.closing(sqlite3.connect("posts.db", isolation_level=None)) as other, mock.patch.object(bh, "LOCK_WAIT", 0.05):
+            for lock in ("IMMEDIATE", "EXCLUSIVE"):
+                other.execute("BEGIN " + lock)
+                code, out, err = self.main(*self.APPLY)
+                other.execute("ROLLBACK")
+                self.assertEqual((code, out), (3, ""))
+                self.assertIn("posts.db: database is locked; what was committed stands", err)
+        self.assertEqual(self.main(*self.APPLY)[0], 0)
 
 
 # ====================================================================================================================
