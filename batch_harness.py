@@ -43,6 +43,7 @@ As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 from __future__ import annotations
 
 import argparse
+import binascii
 import collections
 import contextlib
 import datetime
@@ -62,9 +63,13 @@ import string
 import sys
 import threading
 import time
-import zlib
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Set, Tuple, Union)
+
+try:
+    import zlib
+except ImportError:             # some Pythons are built without it; only what is compressed needs it
+    zlib = None  # type: ignore[assignment]
 
 __version__ = "0.1"
 
@@ -123,6 +128,7 @@ MAX_DEPTH = 64                  # of JSON in replies and tasks: deeper than any 
 MAX_DIGITS = 4300               # of one integer: what Python from 3.11 on refuses to convert, made the same everywhere
 MAX_INTEGER = 1 << 63           # of what is counted: tokens, rows, attempts
 MAX_REPORTED = 20               # bad input lines shown before the count alone goes on
+ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 MAX_KEPT = 500                  # characters of an endpoint's words that are shown or put on the ledger
 
 
@@ -264,39 +270,76 @@ def too_deep(value: Any, left: int = MAX_DEPTH) -> bool:
 
 
 Record = Tuple[int, Any, Optional[str]]             # line, the record (an object or a string), what is wrong
+ARRAY_GAP = re.compile(r"\s*(\[\s*\]|[][,]?)\s*")   # what stands before a value of an array, or ends it
 
 
 def read_jsonl(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows; the first row decides the kind."""
-    kind: Any = None
+    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows."""
     for number, raw in enumerate(lines, 1):
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
-            if not text:
-                continue
-            record = whole_value(INPUT_JSON, text)
+            if text:
+                yield number, whole_value(INPUT_JSON, text), None
         except UnicodeDecodeError as error:
             yield number, None, "invalid UTF-8 at byte %d; convert the file to UTF-8" % (error.start + 1)
         except (ValueError, RecursionError) as error:
             yield number, None, "not JSON: " + _why_not_json(text, error)
-        else:
-            if type(record) not in (dict, str):
-                yield number, None, "%s; write one object or one string a line" % kind_of(record)
-            elif kind not in (None, type(record)):
-                yield number, None, "%s where the first row is %s; use one kind" % (kind_of(record), kind_of(kind()))
-            else:
-                kind = type(record)
-                yield number, record, None
 
 
 def _why_not_json(text: str, error: Exception) -> str:
-    if text[:2] in ("[", "[{", "]"):
-        return "this looks like a JSON array; write one object a line"
     if text.endswith(("},", '",')):
         return "a comma after the value; write no commas between lines"
     if isinstance(error, json.JSONDecodeError):
         return "%s at character %d; one object or string a line, or --input-format text" % (error.msg, error.pos + 1)
     return "%s; mend the line" % (error if isinstance(error, ValueError) else "nested too deep")
+
+
+def read_array(stream: Any) -> Iterator[Record]:
+    """Records of a text stream that holds one JSON array, each under the line it begins on; one is held at a time.
+
+    Where the array breaks nothing after it can be told apart: HarnessError.
+    """
+    held, at, line, wanted = "", 0, 1, "["
+    while True:
+        gap: Any = ARRAY_GAP.match(held, at)
+        mark, place = gap.group(1), gap.end()
+        short, known = place == len(held), mark != "" and mark[0] in wanted
+        why = "it has no end" if short else "no comma between two values, or text after the end"
+        if known and mark[-1] != "]" and not short:
+            try:
+                value, end = INPUT_JSON.raw_decode(held, place)
+            except (ValueError, RecursionError) as error:
+                why = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
+                place = getattr(error, "pos", place)
+                short = why.startswith("Unterminated") or place > len(held) - 16        # no word of JSON is longer
+            else:
+                line += held.count("\n", at, place)
+                yield line, value, None
+                line += held.count("\n", place, end)
+                at, wanted = end, ",]"
+                continue
+        more = stream.read(max(HEAD, len(held) - at)) if short else ""
+        if known and mark[-1] == "]" and short and not more:
+            return
+        if not more:
+            raise HarnessError("%d: this JSON array is not whole: %s; fix it there, or write one object a line" % (
+                line + held.count("\n", at, place), why))
+        held, at = held[at:] + more, 0
+
+
+def of_one_kind(records: Iterable[Record]) -> Iterator[Record]:
+    """The records, each held to be an object or a string as the first one is."""
+    kind: Any = None
+    for number, value, error in records:
+        if error is not None:
+            yield number, value, error
+        elif type(value) not in (dict, str):
+            yield number, None, "%s; write one object or one string a line" % kind_of(value)
+        elif kind not in (None, type(value)):
+            yield number, None, "%s where the first row is %s; use one kind" % (kind_of(value), kind_of(kind()))
+        else:
+            kind = type(value)
+            yield number, value, None
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
@@ -341,9 +384,50 @@ def read_csv(lines: Iterable[bytes], delimiter: str = ",") -> Iterator[Record]:
             if len(set(header)) != len(header):
                 raise HarnessError("%d: two columns have one name (%s); rename one" % (line, ", ".join(header)))
         elif len(cells) != len(header):
-            yield line, None, "%d cells under a header of %d; quote delimiters in cells" % (len(cells), len(header))
+            yield line, None, "%d cells under a header of %d (%s); quote delimiters in cells, or delete what stands " \
+                "above the header" % (len(cells), len(header), shown(delimiter.join(header)))
         else:
             yield line, dict(zip(header, cells)), None
+
+
+def delimiter_of(text: str, usual: str, fits: Callable[[List[str]], bool]) -> str:
+    """The delimiter under which the first row of a text is the header that is looked for, or has the most columns."""
+    import csv
+    headers: Dict[str, List[str]] = {usual: []}
+    for delimiter in (usual, *",;\t|"):
+        with contextlib.suppress(csv.Error, StopIteration):
+            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            headers[delimiter] = [name.strip() for name in next(filter(None, rows))]
+    found = [delimiter for delimiter, header in headers.items() if fits(header)]
+    return (found or sorted(headers, key=lambda delimiter: -len(headers[delimiter])))[0]
+
+
+def member(record: Any, name: str) -> Any:
+    """A field by its name; where there is none of that name, a dotted one leads inside.  KeyError: there is none."""
+    if not isinstance(record, dict) or name not in record and "." not in name:
+        raise KeyError(name)
+    outer, _, inner = name.partition(".")
+    return record[name] if name in record else member(record.get(outer), inner)
+
+
+@functools.lru_cache(maxsize=100)
+def no_field(name: str, names: Tuple[str, ...]) -> str:
+    """What to say where a record with these names lacks one, and which of them may be meant."""
+    import difflib
+    likely = [other for other in names if other.endswith("." + name)]
+    spelled = {other.lower(): other for other in names}
+    likely += [spelled[other] for other in difflib.get_close_matches(name.lower(), spelled, 1)]
+    words = "--text-field " + shown(likely[0]) if likely else "--text-field"
+    inside = " (it lies inside another)" if likely and "." in likely[0] else ""
+    return "no field %s; it has %s: name the text with %s%s" % (
+        shown(name), ", ".join(map(shown, names[:MAX_REPORTED])) or "none", words, inside)
+
+
+def is_table(record: Any) -> bool:
+    """Whether a record is a whole table by columns or by index, as pandas' to_json writes it unless told otherwise."""
+    columns = list(record.values()) if isinstance(record, dict) else []
+    return bool(columns) and all(isinstance(column, dict) and column for column in columns) and any(
+        name.isdigit() for name in (*record, *columns[0]))
 
 
 class RowTemplate(string.Template):
@@ -396,7 +480,15 @@ class InputSpec(NamedTuple):
                 raise ValueError("blank text; remove the row")
             return Row(line, text, key)
         except ValueError as problem:
-            return Row(line, "", key, str(problem))
+            table = "a whole table in one object; write one object a line, in pandas with " \
+                'to_json("items.jsonl", orient="records", lines=True)'
+            return Row(line, "", key, table if is_table(value) else str(problem))
+
+    def fits(self, header: Sequence[str]) -> bool:
+        """Whether a table with these columns has what the text is made of."""
+        with contextlib.suppress(ValueError):
+            return self._text(dict.fromkeys(header, "text")) != ""
+        return False
 
     def _text(self, record: Mapping[str, Any]) -> str:
         if self.template is not None:
@@ -406,10 +498,12 @@ class InputSpec(NamedTuple):
                 return self.template.substitute(scalars)
             except KeyError as missing:
                 raise ValueError("no text or number in field %s; --template uses it" % shown(missing.args[0]))
-        if self.text_field not in record:
-            raise ValueError("no field %s; it has %s: name the text with --text-field" % (
-                shown(self.text_field), ", ".join(map(shown, list(record)[:8])) or "none"))
-        text = record[self.text_field]
+        try:
+            text = member(record, self.text_field)
+        except KeyError:
+            inner = ("%s.%s" % (outer, name) for outer, value in record.items() if isinstance(value, dict)
+                     for name in value)
+            raise ValueError(no_field(self.text_field, tuple(itertools.islice(itertools.chain(record, inner), 1000))))
         if type(text) is not str:
             raise ValueError("field %s is %s; it must be a string" % (shown(self.text_field), kind_of(text)))
         return text
@@ -418,9 +512,10 @@ class InputSpec(NamedTuple):
         name = "id" if self.id_field is None else self.id_field
         if name not in record and self.id_field is None:
             return None
-        if name not in record:
+        try:
+            key = member(record, name)
+        except KeyError:
             raise ValueError("no field %s; --id-field names it" % shown(name))
-        key = record[name]
         if isinstance(key, (list, dict)):
             raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
         if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
@@ -430,9 +525,19 @@ class InputSpec(NamedTuple):
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".txt": "text",
            ".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite"}
-READERS: Dict[str, Callable[[Iterable[bytes]], Iterator[Record]]] = {
-    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": lambda lines: read_csv(lines, "\t"),
+READERS: Dict[str, Callable[[Any], Iterator[Record]]] = {
+    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": read_csv,
     "sqlite": read_jsonl}               # tables are spooled as JSONL
+NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
+HEAD = 1 << 16                          # bytes that an input is recognised by
+FOREIGN = {                             # how files begin that are none of these -> what they are; what to do
+    rb"PK\x03\x04.*(?:xl/|\[Content_Types)": "an Excel workbook; save the sheet as CSV UTF-8",
+    rb"PK\x03\x04": "a zip archive; unpack it and name the file in it",
+    rb"\xd0\xcf\x11\xe0": "an old Excel workbook; save the sheet as CSV UTF-8",
+    rb"PAR1[^\t\r\n -~]": "a Parquet file; write it as JSONL, in pandas with read_parquet(FILE).to_json(\"items.jsonl\", "
+              "orient=\"records\", lines=True)",
+    rb"SQLite format 3\x00": "an SQLite database; add --input-format sqlite, and --table or --query",
+    rb"BZh\d1AY&SY|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed and not by gzip; decompress it"}
 
 
 class Source:
@@ -443,37 +548,80 @@ class Source:
         self.name = "standard input" if spec.path == "-" else spec.path
         ending = os.path.splitext(re.sub(r"\.gz\Z", "", spec.path))[1].lower()
         self._format = spec.format or ("jsonl" if spec.path == "-" else FORMATS.get(ending, ""))
+        self._wrapping: Any = ()                        # of io.TextIOWrapper, where the lines are not those of bytes
         self._spool: Optional[IO[bytes]] = None
-        if not self._format:
-            raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or sqlite"
-                               % (self.name, shown(ending)))
-        if spec.query and self._format != "sqlite":
+        if os.path.isdir(spec.path):
+            raise HarnessError("%s is a folder; name a file in it" % self.name)
+        if spec.query and self._format not in ("", "sqlite"):
             raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; leave them out, or add "
                                "--input-format sqlite" % (self.name, self._format))
         try:
             if self._format == "sqlite" or spec.path == "-" or not os.path.isfile(spec.path):
                 self._fill_spool()
-            self._open().close()
-        except (OSError, HarnessError) as error:
+            with self._open() as file, unzipped(file) as stream:
+                self._read = self._reader(b"" if self._format == "sqlite" else stream.read(HEAD))
+            if not self._format:
+                raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or "
+                                   "sqlite" % (self.name, shown(ending)))
+        except NOT_READ as error:
             self.close()
-            raise error if isinstance(error, HarnessError) else HarnessError(
-                "cannot read %s: %s; check --input" % (self.name, error.strerror or error))
+            raise HarnessError("cannot read %s: %s; check --input" % (
+                self.name, getattr(error, "strerror", None) or error))
+        except HarnessError:
+            self.close()
+            raise
 
     def rows(self) -> Iterator[Row]:
         """Every row, good or bad, in the order of the input."""
         try:
-            with self._open() as file:
-                zipped = file.read(2) == b"\x1f\x8b"
-                file.seek(0)
-                if zipped:
-                    import gzip
-                lines: Any = gzip.open(file, "rb") if zipped else file
-                rows = map(self.spec.row, READERS[self._format](lines))
+            with self._open() as file, unzipped(file) as stream, self._wrapped(stream) as lines:
+                records = self._read(lines)
+                first = next(records, None)
+                if first is None and self._format != "sqlite":
+                    raise HarnessError(" it holds no rows (of CSV, the first line is the header); check --input")
+                records = of_one_kind(records if first is None else itertools.chain([first], records))
+                rows = map(self.spec.row, records)
                 yield from rows if self.spec.shard == (1, 1) else filter(self.spec.holds, rows)
-        except (EOFError, OSError, zlib.error) as error:
+        except NOT_READ as error:
             raise HarnessError("%s: %s; is the file whole?" % (self.name, error))
         except HarnessError as error:
             raise HarnessError("%s:%s" % (self.name, error))
+
+    def _reader(self, head: bytes) -> Callable[[Any], Iterator[Record]]:
+        """How the input is to be read, as its first bytes show; HarnessError where it is of no such kind."""
+        for begin, words in FOREIGN.items():
+            if re.match(begin, head, re.S):
+                raise HarnessError("%s is %s" % (self.name, words))
+        nuls = [head[place::2].count(0) for place in (0, 1)]
+        wide = "UTF-32" if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") else ""
+        encoding = "utf-16" if not wide and head[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        # Without a mark, the NULs of UTF-16 stand in one of two places, and are many.
+        if wide or not encoding and max(nuls) > max(2, 8 * min(nuls), len(head) // 32):
+            import shlex
+            wide = wide or ("UTF-16BE" if nuls[0] else "UTF-16LE")
+            base, ending = os.path.splitext(self.spec.path)
+            raise HarnessError("%s is in %s%s; type: iconv -f %s -t UTF-8 %s > %s" % (
+                self.name, wide, " without a byte order mark" * (wide != "UTF-32"), wide,
+                shlex.quote(self.spec.path), shlex.quote(base + "-utf8" + ending)))
+        text = head.decode(encoding or "utf-8-sig", "replace")
+        if self._format == "jsonl" and text.lstrip()[:1] == "[":
+            self._wrapping = (encoding or "utf-8-sig", "surrogateescape")
+            return read_array
+        read = READERS.get(self._format, read_text)
+        if self._format in ("csv", "tsv"):
+            usual = "," if self._format == "csv" else "\t"
+            read = functools.partial(read_csv, delimiter=delimiter_of(text, usual, self.spec.fits))
+        elif self._format == "text" and encoding and "\t" in text.partition("\n")[0] and self.spec.format is None:
+            raise HarnessError("%s is a table in UTF-16, as Excel saves \"Unicode Text\"; add --input-format tsv (or "
+                               "text, where each line is one text)" % self.name)
+        newline = "\r" if "\r" in text and "\n" not in text else "\n"
+        if not encoding and newline == "\n":
+            return read
+        self._wrapping, back = (encoding or "latin-1", "surrogateescape", newline), "utf-8" if encoding else "latin-1"
+        return lambda lines: read(line.encode(back, "surrogateescape") for line in lines)
+
+    def _wrapped(self, stream: Any) -> Any:
+        return io.TextIOWrapper(stream, *self._wrapping) if self._wrapping else stream
 
     def close(self) -> None:
         """Let go of the spool."""
@@ -520,6 +668,16 @@ class Source:
             raise HarnessError("cannot read %s: %s; check --input, --table and --query" % (self.name, error))
 
 
+def unzipped(file: IO[bytes]) -> Any:
+    """The content of a file that may be gzipped."""
+    zipped = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    if not zipped:
+        return file
+    import gzip
+    return gzip.open(file, "rb")
+
+
 def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]) -> Iterator[Row]:
     """Yield the good rows; then HarnessError names the first bad lines, unless skip_bad and any row was good.
 
@@ -536,6 +694,8 @@ def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]
             if count <= MAX_REPORTED:
                 bad.append("%s:%d: %s" % (name, row.line, row.error))
     seen["bad"] = count
+    if count and not good and all(": no field " in line for line in bad):       # a wrong name, and no bad row
+        raise HarnessError(bad[0])
     if count and not (skip_bad and good):
         first = " (the first %d are shown)" % MAX_REPORTED if count > MAX_REPORTED else ""
         raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
@@ -1333,7 +1493,7 @@ def read_ledger(path: str) -> Iterator[Line]:
                     row = whole_value(LEDGER_JSON, bare.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except (ValueError, RecursionError):
                     row = None
-                yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare))
+                yield Line(number, offset, row if is_row(row) else None, bare is not raw, binascii.crc32(bare))
                 offset += len(raw)
     except OSError as error:
         raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (path, error.strerror))
@@ -1604,13 +1764,14 @@ class Ledger:
         self._unfinished = self._dirty = False
         if os.path.exists(path) and not os.path.isfile(path):
             raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
+        locks = lock_module()                   # before the file is made: where there is none, no file is left
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
             raise HarnessError("cannot write the ledger %s: %s; name another with --ledger" % (path, error.strerror))
         try:
-            lock_file(self._fd)
+            lock_file(self._fd, locks)
         except OSError as error:
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
@@ -1638,7 +1799,7 @@ class Ledger:
             if written:
                 self._dirty, self._unfinished = True, bool(there) and written < len(data)
             if there:
-                self._seq, self._crc = self._seq + 1, zlib.crc32(there)
+                self._seq, self._crc = self._seq + 1, binascii.crc32(there)
 
     def sync(self) -> None:
         """Put what was appended on the disk; OSError where the disk refuses."""
@@ -1654,19 +1815,28 @@ class Ledger:
             os.close(self._fd)
 
 
-def lock_file(descriptor: int) -> None:
-    """Take the writer's lock of an open file, without waiting; BlockingIOError when another process has it."""
+def lock_module() -> Any:
+    """The module that locks files: fcntl, on Windows msvcrt."""
     try:
-        import fcntl
+        import fcntl as locks
     except ImportError:
-        import msvcrt
-        os.lseek(descriptor, 1 << 40, os.SEEK_SET)      # far beyond the rows: a locked byte cannot be read by others
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            raise BlockingIOError("locked")
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(ImportError):
+            import msvcrt as locks  # type: ignore[no-redef]
+            return locks
+        raise
+    return locks
+
+
+def lock_file(descriptor: int, locks: Any) -> None:
+    """Take the writer's lock of an open file, without waiting; BlockingIOError when another process has it."""
+    if hasattr(locks, "flock"):
+        locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
+        return
+    os.lseek(descriptor, 1 << 40, os.SEEK_SET)          # far beyond the rows: a locked byte cannot be read by others
+    try:
+        locks.locking(descriptor, locks.LK_NBLCK, 1)
+    except OSError:
+        raise BlockingIOError("locked")
 
 
 # ####################################################################################################################
@@ -1959,6 +2129,8 @@ def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     else:
         body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
     if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
+        if zlib is None:
+            raise OverflowError("a compressed reply, and this Python has no module zlib")
         body = b"".join(inflated(body, most))
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
@@ -2034,7 +2206,7 @@ class Client:
             sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
             response = read_response(functools.partial(sock.recv, 1 << 16), most)
             return response
-        except (OSError, EOFError, ValueError, OverflowError, zlib.error, self._http.HTTPException) as error:
+        except (OSError, EOFError, ValueError, OverflowError, ZLIB_ERROR, self._http.HTTPException) as error:
             self._wary = True
             raise self._failure(TimeoutError() if time.monotonic() - now >= timeout else error, new)
         finally:
@@ -2098,6 +2270,7 @@ def is_loopback(host: str) -> bool:
 
 def split_url(text: str, what: str) -> Any:
     """The parts of an HTTP URL; HarnessError, which never shows it, when it is none."""
+    import encodings.idna               # noqa: F401, what every look-up of a host needs, of localhost too
     import urllib.parse
     with contextlib.suppress(ValueError):
         url = urllib.parse.urlsplit(text)
@@ -6157,6 +6330,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):
             say(re.sub(r"\s*\n\s*", " ", line))
+        return USAGE
+    except ImportError as error:        # of the standard library: some Pythons are built without parts of it
+        say("batch_harness: this Python has no module %s, and this command needs it; use another Python" % error.name)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
