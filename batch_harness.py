@@ -270,6 +270,7 @@ def too_deep(value: Any, left: int = MAX_DEPTH) -> bool:
 
 
 Record = Tuple[int, Any, Optional[str]]             # line, the record (an object or a string), what is wrong
+AS_LINES = 'to_json("items.jsonl", orient="records", lines=True)'
 ARRAY_GAP = re.compile(r"\s*(\[\s*\]|[][,]?)\s*")   # what stands before a value of an array, or ends it
 
 
@@ -480,8 +481,7 @@ class InputSpec(NamedTuple):
                 raise ValueError("blank text; remove the row")
             return Row(line, text, key)
         except ValueError as problem:
-            table = "a whole table in one object; write one object a line, in pandas with " \
-                'to_json("items.jsonl", orient="records", lines=True)'
+            table = "a whole table in one object; write one object a line, in pandas with " + AS_LINES
             return Row(line, "", key, table if is_table(value) else str(problem))
 
     def fits(self, header: Sequence[str]) -> bool:
@@ -534,8 +534,7 @@ FOREIGN = {                             # how files begin that are none of these
     rb"PK\x03\x04.*(?:xl/|\[Content_Types)": "an Excel workbook; save the sheet as CSV UTF-8",
     rb"PK\x03\x04": "a zip archive; unpack it and name the file in it",
     rb"\xd0\xcf\x11\xe0": "an old Excel workbook; save the sheet as CSV UTF-8",
-    rb"PAR1[^\t\r\n -~]": "a Parquet file; write it as JSONL, in pandas with read_parquet(FILE).to_json(\"items.jsonl\", "
-              "orient=\"records\", lines=True)",
+    rb"PAR1[^\t\r\n -~]": "a Parquet file; write it as JSONL, in pandas with read_parquet(FILE)." + AS_LINES,
     rb"SQLite format 3\x00": "an SQLite database; add --input-format sqlite, and --table or --query",
     rb"BZh\d1AY&SY|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed and not by gzip; decompress it"}
 
@@ -612,7 +611,7 @@ class Source:
             usual = "," if self._format == "csv" else "\t"
             read = functools.partial(read_csv, delimiter=delimiter_of(text, usual, self.spec.fits))
         elif self._format == "text" and encoding and "\t" in text.partition("\n")[0] and self.spec.format is None:
-            raise HarnessError("%s is a table in UTF-16, as Excel saves \"Unicode Text\"; add --input-format tsv (or "
+            raise HarnessError("%s is a table in UTF-16, as Excel saves Unicode Text; add --input-format tsv (or "
                                "text, where each line is one text)" % self.name)
         newline = "\r" if "\r" in text and "\n" not in text else "\n"
         if not encoding and newline == "\n":
