@@ -562,13 +562,10 @@ class Source:
             if not self._format:
                 raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or "
                                    "sqlite" % (self.name, shown(ending)))
-        except NOT_READ as error:
+        except (*NOT_READ, HarnessError) as error:
             self.close()
-            raise HarnessError("cannot read %s: %s; check --input" % (
-                self.name, getattr(error, "strerror", None) or error))
-        except HarnessError:
-            self.close()
-            raise
+            raise error if isinstance(error, HarnessError) else HarnessError(
+                "cannot read %s: %s; check --input" % (self.name, getattr(error, "strerror", None) or error))
 
     def rows(self) -> Iterator[Row]:
         """Every row, good or bad, in the order of the input."""
@@ -592,16 +589,13 @@ class Source:
             if re.match(begin, head, re.S):
                 raise HarnessError("%s is %s" % (self.name, words))
         nuls = [head[place::2].count(0) for place in (0, 1)]
-        wide = "UTF-32" if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") else ""
-        encoding = "utf-16" if not wide and head[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        encoding = "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
         # Without a mark, the NULs of UTF-16 stand in one of two places, and are many.
-        if wide or not encoding and max(nuls) > max(2, 8 * min(nuls), len(head) // 32):
+        if not encoding and max(nuls) > max(2, 8 * min(nuls), len(head) // 32):
             import shlex
-            wide = wide or ("UTF-16BE" if nuls[0] else "UTF-16LE")
-            base, ending = os.path.splitext(self.spec.path)
-            raise HarnessError("%s is in %s%s; type: iconv -f %s -t UTF-8 %s > %s" % (
-                self.name, wide, " without a byte order mark" * (wide != "UTF-32"), wide,
-                shlex.quote(self.spec.path), shlex.quote(base + "-utf8" + ending)))
+            wide, (base, ending) = "UTF-16LE" if nuls[0] < nuls[1] else "UTF-16BE", os.path.splitext(self.spec.path)
+            raise HarnessError("%s is in %s without a byte order mark; type: iconv -f %s -t UTF-8 %s > %s" % (
+                self.name, wide, wide, shlex.quote(self.spec.path), shlex.quote(base + "-utf8" + ending)))
         text = head.decode(encoding or "utf-8-sig", "replace")
         if self._format == "jsonl" and text.lstrip()[:1] == "[":
             self._wrapping = (encoding or "utf-8-sig", "surrogateescape")

@@ -303,7 +303,7 @@ class Items(Case):
                 ("a.parquet", b"PAR1\x15", 'a Parquet file; write it as JSONL, in pandas with read_parquet(FILE).to_json("items.jsonl", orient="records", lines=True)'),
                 ("a.dat", b"SQLite format 3\0", "an SQLite database; add --input-format sqlite, and --table"), ("a.jsonl", b"\xfd7zXZ\0", "compressed and not by gzip; "),
                 ("folder", None, "a folder; name a file in it"), ("a b.jsonl", text.encode("utf-16-le"), "in UTF-16LE without a byte order mark; type: iconv -f UTF-16LE -t UTF-8 'a b.jsonl' > 'a b-utf8.jsonl'"),
-                ("a.csv", "id,text\n1,a\n".encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8 a.csv > a-utf8.csv"), ("a.csv", text.encode("utf-32"), "iconv -f UTF-32 -t UTF-8 a.csv > a-utf8.csv"),
+                ("a.csv", "id,text\n1,a\n".encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8 a.csv > a-utf8.csv"), ("a.csv", "id,text\n1,\u4e00\u8d77\n".encode("utf-16-le"), "iconv -f UTF-16LE "),
                 ("a.txt", "\ufeffid\ttext\r\n1\ta\r\n".encode("utf-16-le"), 'a table in UTF-16, as Excel saves Unicode Text; add --input-format tsv')):
             with self.subTest(said=said):
                 err = self.refused("--input", name if content is None else self.write(name, content), "--model", "demo")
