@@ -44,6 +44,7 @@ As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 from __future__ import annotations
 
 import argparse
+import binascii
 import collections
 import contextlib
 import datetime
@@ -63,9 +64,13 @@ import string
 import sys
 import threading
 import time
-import zlib
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Set, Tuple, Union)
+
+try:
+    import zlib
+except ImportError:             # some Pythons are built without it; only what is compressed needs it
+    zlib = None  # type: ignore[assignment]
 
 __version__ = "0.1"
 
@@ -124,6 +129,7 @@ MAX_DEPTH = 64                  # of JSON in replies and tasks: deeper than any 
 MAX_DIGITS = 4300               # of one integer: what Python from 3.11 on refuses to convert, made the same everywhere
 MAX_INTEGER = 1 << 63           # of what is counted: tokens, rows, attempts
 MAX_REPORTED = 20               # bad input lines shown before the count alone goes on
+ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 MAX_KEPT = 500                  # characters of an endpoint's words that are shown or put on the ledger
 
 
@@ -278,39 +284,77 @@ def too_deep(value: Any, left: int = MAX_DEPTH) -> bool:
 
 
 Record = Tuple[int, Any, Optional[str]]             # line, the record (an object or a string), what is wrong
+AS_LINES = 'to_json("items.jsonl", orient="records", lines=True)'
+ARRAY_GAP = re.compile(r"\s*(\[\s*\]|[][,]?)\s*")   # what stands before a value of an array, or ends it
 
 
 def read_jsonl(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows; the first row decides the kind."""
-    kind: Any = None
+    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows."""
     for number, raw in enumerate(lines, 1):
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
-            if not text:
-                continue
-            record = whole_value(INPUT_JSON, text)
+            if text:
+                yield number, whole_value(INPUT_JSON, text), None
         except UnicodeDecodeError as error:
             yield number, None, "invalid UTF-8 at byte %d; convert the file to UTF-8" % (error.start + 1)
         except (ValueError, RecursionError) as error:
             yield number, None, "not JSON: " + _why_not_json(text, error)
-        else:
-            if type(record) not in (dict, str):
-                yield number, None, "%s; write one object or one string a line" % kind_of(record)
-            elif kind not in (None, type(record)):
-                yield number, None, "%s where the first row is %s; use one kind" % (kind_of(record), kind_of(kind()))
-            else:
-                kind = type(record)
-                yield number, record, None
 
 
 def _why_not_json(text: str, error: Exception) -> str:
-    if text[:2] in ("[", "[{", "]"):
-        return "this looks like a JSON array; write one object a line"
     if text.endswith(("},", '",')):
         return "a comma after the value; write no commas between lines"
     if isinstance(error, json.JSONDecodeError):
         return "%s at character %d; one object or string a line, or --input-format text" % (error.msg, error.pos + 1)
     return "%s; mend the line" % (error if isinstance(error, ValueError) else "nested too deep")
+
+
+def read_array(stream: Any) -> Iterator[Record]:
+    """Records of a text stream that holds one JSON array, each under the line it begins on; one is held at a time.
+
+    Where the array breaks nothing after it can be told apart: HarnessError.
+    """
+    held, at, line, wanted = "", 0, 1, "["
+    while True:
+        gap: Any = ARRAY_GAP.match(held, at)
+        mark, place = gap.group(1), gap.end()
+        short, known = place == len(held), mark != "" and mark[0] in wanted
+        why = "it has no end" if short else "no comma between two values, or text after the end"
+        if known and mark[-1] != "]" and not short:
+            try:
+                value, end = INPUT_JSON.raw_decode(held, place)
+            except (ValueError, RecursionError) as error:
+                why = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
+                place = getattr(error, "pos", place)
+                short = why.startswith("Unterminated") or place > len(held) - 16        # no word of JSON is longer
+            else:
+                line += held.count("\n", at, place)
+                yield line, value, None
+                line += held.count("\n", place, end)
+                at, wanted = end, ",]"
+                continue
+        more = stream.read(max(HEAD, len(held) - at)) if short else ""
+        if known and mark[-1] == "]" and short and not more:
+            return
+        if not more:
+            raise HarnessError("%d: this JSON array is not whole: %s; fix it there, or write one object a line" % (
+                line + held.count("\n", at, place), why))
+        held, at = held[at:] + more, 0
+
+
+def of_one_kind(records: Iterable[Record]) -> Iterator[Record]:
+    """The records, each held to be an object or a string as the first one is."""
+    kind: Any = None
+    for number, value, error in records:
+        if error is not None:
+            yield number, value, error
+        elif type(value) not in (dict, str):
+            yield number, None, "%s; write one object or one string a line" % kind_of(value)
+        elif kind not in (None, type(value)):
+            yield number, None, "%s where the first row is %s; use one kind" % (kind_of(value), kind_of(kind()))
+        else:
+            kind = type(value)
+            yield number, value, None
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
@@ -355,9 +399,50 @@ def read_csv(lines: Iterable[bytes], delimiter: str = ",") -> Iterator[Record]:
             if len(set(header)) != len(header):
                 raise HarnessError("%d: two columns have one name (%s); rename one" % (line, ", ".join(header)))
         elif len(cells) != len(header):
-            yield line, None, "%d cells under a header of %d; quote delimiters in cells" % (len(cells), len(header))
+            yield line, None, "%d cells under a header of %d (%s); quote delimiters in cells, or delete what stands " \
+                "above the header" % (len(cells), len(header), shown(delimiter.join(header)))
         else:
             yield line, dict(zip(header, cells)), None
+
+
+def delimiter_of(text: str, usual: str, fits: Callable[[List[str]], bool]) -> str:
+    """The delimiter under which the first row of a text is the header that is looked for, or has the most columns."""
+    import csv
+    headers: Dict[str, List[str]] = {usual: []}
+    for delimiter in (usual, *",;\t|"):
+        with contextlib.suppress(csv.Error, StopIteration):
+            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            headers[delimiter] = [name.strip() for name in next(filter(None, rows))]
+    found = [delimiter for delimiter, header in headers.items() if fits(header)]
+    return (found or sorted(headers, key=lambda delimiter: -len(headers[delimiter])))[0]
+
+
+def member(record: Any, name: str) -> Any:
+    """A field by its name; where there is none of that name, a dotted one leads inside.  KeyError: there is none."""
+    if not isinstance(record, dict) or name not in record and "." not in name:
+        raise KeyError(name)
+    outer, _, inner = name.partition(".")
+    return record[name] if name in record else member(record.get(outer), inner)
+
+
+@functools.lru_cache(maxsize=100)
+def no_field(name: str, names: Tuple[str, ...]) -> str:
+    """What to say where a record with these names lacks one, and which of them may be meant."""
+    import difflib
+    likely = [other for other in names if other.endswith("." + name)]
+    spelled = {other.lower(): other for other in names}
+    likely += [spelled[other] for other in difflib.get_close_matches(name.lower(), spelled, 1)]
+    words = "--text-field " + shown(likely[0]) if likely else "--text-field"
+    inside = " (it lies inside another)" if likely and "." in likely[0] else ""
+    return "no field %s; it has %s: name the text with %s%s" % (
+        shown(name), ", ".join(map(shown, names[:MAX_REPORTED])) or "none", words, inside)
+
+
+def is_table(record: Any) -> bool:
+    """Whether a record is a whole table by columns or by index, as pandas' to_json writes it unless told otherwise."""
+    columns = list(record.values()) if isinstance(record, dict) else []
+    return bool(columns) and all(isinstance(column, dict) and column for column in columns) and any(
+        name.isdigit() for name in (*record, *columns[0]))
 
 
 class RowTemplate(string.Template):
@@ -410,7 +495,14 @@ class InputSpec(NamedTuple):
                 raise ValueError("blank text; remove the row")
             return Row(line, text, key)
         except ValueError as problem:
-            return Row(line, "", key, str(problem))
+            table = "a whole table in one object; write one object a line, in pandas with " + AS_LINES
+            return Row(line, "", key, table if is_table(value) else str(problem))
+
+    def fits(self, header: Sequence[str]) -> bool:
+        """Whether a table with these columns has what the text is made of."""
+        with contextlib.suppress(ValueError):
+            return self._text(dict.fromkeys(header, "text")) != ""
+        return False
 
     def _text(self, record: Mapping[str, Any]) -> str:
         if self.template is not None:
@@ -420,10 +512,12 @@ class InputSpec(NamedTuple):
                 return self.template.substitute(scalars)
             except KeyError as missing:
                 raise ValueError("no text or number in field %s; --template uses it" % shown(missing.args[0]))
-        if self.text_field not in record:
-            raise ValueError("no field %s; it has %s: name the text with --text-field" % (
-                shown(self.text_field), ", ".join(map(shown, list(record)[:8])) or "none"))
-        text = record[self.text_field]
+        try:
+            text = member(record, self.text_field)
+        except KeyError:
+            inner = ("%s.%s" % (outer, name) for outer, value in record.items() if isinstance(value, dict)
+                     for name in value)
+            raise ValueError(no_field(self.text_field, tuple(itertools.islice(itertools.chain(record, inner), 1000))))
         if type(text) is not str:
             raise ValueError("field %s is %s; it must be a string" % (shown(self.text_field), kind_of(text)))
         return text
@@ -432,9 +526,10 @@ class InputSpec(NamedTuple):
         name = "id" if self.id_field is None else self.id_field
         if name not in record and self.id_field is None:
             return None
-        if name not in record:
+        try:
+            key = member(record, name)
+        except KeyError:
             raise ValueError("no field %s; --id-field names it" % shown(name))
-        key = record[name]
         if isinstance(key, (list, dict)):
             raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
         if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
@@ -444,9 +539,18 @@ class InputSpec(NamedTuple):
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".txt": "text",
            ".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite"}
-READERS: Dict[str, Callable[[Iterable[bytes]], Iterator[Record]]] = {
-    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": lambda lines: read_csv(lines, "\t"),
+READERS: Dict[str, Callable[[Any], Iterator[Record]]] = {
+    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": read_csv,
     "sqlite": read_jsonl}               # tables are spooled as JSONL
+NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
+HEAD = 1 << 16                          # bytes that an input is recognised by
+FOREIGN = {                             # how files begin that are none of these -> what they are; what to do
+    rb"PK\x03\x04.*(?:xl/|\[Content_Types)": "an Excel workbook; save the sheet as CSV UTF-8",
+    rb"PK\x03\x04": "a zip archive; unpack it and name the file in it",
+    rb"\xd0\xcf\x11\xe0": "an old Excel workbook; save the sheet as CSV UTF-8",
+    rb"PAR1[^\t\r\n -~]": "a Parquet file; write it as JSONL, in pandas with read_parquet(FILE)." + AS_LINES,
+    rb"SQLite format 3\x00": "an SQLite database; add --input-format sqlite, and --table or --query",
+    rb"BZh\d1AY&SY|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed and not by gzip; decompress it"}
 
 
 class Source:
@@ -457,37 +561,74 @@ class Source:
         self.name = "standard input" if spec.path == "-" else spec.path
         ending = os.path.splitext(re.sub(r"\.gz\Z", "", spec.path))[1].lower()
         self._format = spec.format or ("jsonl" if spec.path == "-" else FORMATS.get(ending, ""))
+        self._wrapping: Any = ()                        # of io.TextIOWrapper, where the lines are not those of bytes
         self._spool: Optional[IO[bytes]] = None
-        if not self._format:
-            raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or sqlite"
-                               % (self.name, shown(ending)))
-        if spec.query and self._format != "sqlite":
+        if os.path.isdir(spec.path):
+            raise HarnessError("%s is a folder; name a file in it" % self.name)
+        if spec.query and self._format not in ("", "sqlite"):
             raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; leave them out, or add "
                                "--input-format sqlite" % (self.name, self._format))
         try:
             if self._format == "sqlite" or spec.path == "-" or not os.path.isfile(spec.path):
                 self._fill_spool()
-            self._open().close()
-        except (OSError, HarnessError) as error:
+            with self._open() as file, unzipped(file) as stream:
+                self._read = self._reader(b"" if self._format == "sqlite" else stream.read(HEAD))
+            if not self._format:
+                raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or "
+                                   "sqlite" % (self.name, shown(ending)))
+        except (*NOT_READ, HarnessError) as error:
             self.close()
             raise error if isinstance(error, HarnessError) else HarnessError(
-                "cannot read %s: %s; check --input" % (self.name, error.strerror or error))
+                "cannot read %s: %s; check --input" % (self.name, getattr(error, "strerror", None) or error))
 
     def rows(self) -> Iterator[Row]:
         """Every row, good or bad, in the order of the input."""
         try:
-            with self._open() as file:
-                zipped = file.read(2) == b"\x1f\x8b"
-                file.seek(0)
-                if zipped:
-                    import gzip
-                lines: Any = gzip.open(file, "rb") if zipped else file
-                rows = map(self.spec.row, READERS[self._format](lines))
+            with self._open() as file, unzipped(file) as stream, self._wrapped(stream) as lines:
+                records = self._read(lines)
+                first = next(records, None)
+                if first is None and self._format != "sqlite":
+                    raise HarnessError(" it holds no rows (of CSV, the first line is the header); check --input")
+                records = of_one_kind(records if first is None else itertools.chain([first], records))
+                rows = map(self.spec.row, records)
                 yield from rows if self.spec.shard == (1, 1) else filter(self.spec.holds, rows)
-        except (EOFError, OSError, zlib.error) as error:
+        except NOT_READ as error:
             raise HarnessError("%s: %s; is the file whole?" % (self.name, error))
         except HarnessError as error:
             raise HarnessError("%s:%s" % (self.name, error))
+
+    def _reader(self, head: bytes) -> Callable[[Any], Iterator[Record]]:
+        """How the input is to be read, as its first bytes show; HarnessError where it is of no such kind."""
+        for begin, words in FOREIGN.items():
+            if re.match(begin, head, re.S):
+                raise HarnessError("%s is %s" % (self.name, words))
+        nuls = [head[place::2].count(0) for place in (0, 1)]
+        encoding = "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        # Without a mark, the NULs of UTF-16 stand in one of two places, and are many.
+        if not encoding and max(nuls) > max(2, 8 * min(nuls), len(head) // 32):
+            import shlex
+            wide, (base, ending) = "UTF-16LE" if nuls[0] < nuls[1] else "UTF-16BE", os.path.splitext(self.spec.path)
+            raise HarnessError("%s is in %s without a byte order mark; type: iconv -f %s -t UTF-8 %s > %s" % (
+                self.name, wide, wide, shlex.quote(self.spec.path), shlex.quote(base + "-utf8" + ending)))
+        text = head.decode(encoding or "utf-8-sig", "replace")
+        if self._format == "jsonl" and text.lstrip()[:1] == "[":
+            self._wrapping = (encoding or "utf-8-sig", "surrogateescape")
+            return read_array
+        read = READERS.get(self._format, read_text)
+        if self._format in ("csv", "tsv"):
+            usual = "," if self._format == "csv" else "\t"
+            read = functools.partial(read_csv, delimiter=delimiter_of(text, usual, self.spec.fits))
+        elif self._format == "text" and encoding and "\t" in text.partition("\n")[0] and self.spec.format is None:
+            raise HarnessError("%s is a table in UTF-16, as Excel saves Unicode Text; add --input-format tsv (or "
+                               "text, where each line is one text)" % self.name)
+        newline = "\r" if "\r" in text and "\n" not in text else "\n"
+        if not encoding and newline == "\n":
+            return read
+        self._wrapping, back = (encoding or "latin-1", "surrogateescape", newline), "utf-8" if encoding else "latin-1"
+        return lambda lines: read(line.encode(back, "surrogateescape") for line in lines)
+
+    def _wrapped(self, stream: Any) -> Any:
+        return io.TextIOWrapper(stream, *self._wrapping) if self._wrapping else stream
 
     def close(self) -> None:
         """Let go of the spool."""
@@ -534,6 +675,16 @@ class Source:
             raise HarnessError("cannot read %s: %s; check --input, --table and --query" % (self.name, error))
 
 
+def unzipped(file: IO[bytes]) -> Any:
+    """The content of a file that may be gzipped."""
+    zipped = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    if not zipped:
+        return file
+    import gzip
+    return gzip.open(file, "rb")
+
+
 def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]) -> Iterator[Row]:
     """Yield the good rows; then HarnessError names the first bad lines, unless skip_bad and any row was good.
 
@@ -550,6 +701,8 @@ def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]
             if count <= MAX_REPORTED:
                 bad.append("%s:%d: %s" % (name, row.line, row.error))
     seen["bad"] = count
+    if count and not good and all(": no field " in line for line in bad):       # a wrong name, and no bad row
+        raise HarnessError(bad[0])
     if count and not (skip_bad and good):
         first = " (the first %d are shown)" % MAX_REPORTED if count > MAX_REPORTED else ""
         raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
@@ -1240,14 +1393,15 @@ NEEDED: Dict[str, Dict[str, Any]] = {                           # members that r
     "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
                 "run": str, "batch_id": str, "form": str},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
-OUTCOMES = ("applied", "stale_text", "stale_rubric", "missing_row")     # of apply, for each answered item
+# Of apply, for each answered item; where several rows hold its text, the first of these that one of them came to.
+OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
 REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
     "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
     "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
     "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
     "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
-    "arms": list, "size": int, "attempt": int,
+    "arms": list, "size": int, "attempt": int, "why": dict,
     **dict.fromkeys(OUTCOMES, list)}
 
 
@@ -1396,7 +1550,7 @@ def read_ledger(path: str) -> Iterator[Line]:
                     row = whole_value(LEDGER_JSON, bare.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except (ValueError, RecursionError):
                     row = None
-                yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare))
+                yield Line(number, offset, row if is_row(row) else None, bare is not raw, binascii.crc32(bare))
                 offset += len(raw)
     except OSError as error:
         raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (path, error.strerror))
@@ -1667,13 +1821,14 @@ class Ledger:
         self._unfinished = self._dirty = False
         if os.path.exists(path) and not os.path.isfile(path):
             raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
+        locks = lock_module()                   # before the file is made: where there is none, no file is left
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
             raise HarnessError("cannot write the ledger %s: %s; name another with --ledger" % (path, error.strerror))
         try:
-            lock_file(self._fd)
+            lock_file(self._fd, locks)
         except OSError as error:
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
@@ -1701,7 +1856,7 @@ class Ledger:
             if written:
                 self._dirty, self._unfinished = True, bool(there) and written < len(data)
             if there:
-                self._seq, self._crc = self._seq + 1, zlib.crc32(there)
+                self._seq, self._crc = self._seq + 1, binascii.crc32(there)
 
     def sync(self) -> None:
         """Put what was appended on the disk; OSError where the disk refuses."""
@@ -1717,19 +1872,28 @@ class Ledger:
             os.close(self._fd)
 
 
-def lock_file(descriptor: int) -> None:
-    """Take the writer's lock of an open file, without waiting; BlockingIOError when another process has it."""
+def lock_module() -> Any:
+    """The module that locks files: fcntl, on Windows msvcrt."""
     try:
-        import fcntl
+        import fcntl as locks
     except ImportError:
-        import msvcrt
-        os.lseek(descriptor, 1 << 40, os.SEEK_SET)      # far beyond the rows: a locked byte cannot be read by others
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            raise BlockingIOError("locked")
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(ImportError):
+            import msvcrt as locks  # type: ignore[no-redef]
+            return locks
+        raise
+    return locks
+
+
+def lock_file(descriptor: int, locks: Any) -> None:
+    """Take the writer's lock of an open file, without waiting; BlockingIOError when another process has it."""
+    if hasattr(locks, "flock"):
+        locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
+        return
+    os.lseek(descriptor, 1 << 40, os.SEEK_SET)          # far beyond the rows: a locked byte cannot be read by others
+    try:
+        locks.locking(descriptor, locks.LK_NBLCK, 1)
+    except OSError:
+        raise BlockingIOError("locked")
 
 
 # ####################################################################################################################
@@ -2103,6 +2267,8 @@ def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     else:
         body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
     if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
+        if zlib is None:
+            raise OverflowError("a compressed reply, and this Python has no module zlib")
         body = b"".join(inflated(body, most))
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
@@ -2178,7 +2344,7 @@ class Client:
             sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
             response = read_response(functools.partial(sock.recv, 1 << 16), most)
             return response
-        except (OSError, EOFError, ValueError, OverflowError, zlib.error, self._http.HTTPException) as error:
+        except (OSError, EOFError, ValueError, OverflowError, ZLIB_ERROR, self._http.HTTPException) as error:
             self._wary = True
             raise self._failure(TimeoutError() if time.monotonic() - now >= timeout else error, new)
         finally:
@@ -2242,6 +2408,7 @@ def is_loopback(host: str) -> bool:
 
 def split_url(text: str, what: str) -> Any:
     """The parts of an HTTP URL; HarnessError, which never shows it, when it is none."""
+    import encodings.idna               # noqa: F401, what every look-up of a host needs, of localhost too
     import urllib.parse
     with contextlib.suppress(ValueError):
         url = urllib.parse.urlsplit(text)
@@ -4963,6 +5130,7 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     for number, row in touching:
         if row["event"] == "apply":
             outcomes = [word for word in OUTCOMES if any(name.startswith(one) for one in row.get(word, ()))]
+            outcomes += [str(why) for one, why in row.get("why", {}).items() if name.startswith(one)]
             out("\nline %d, %s, %s: %s" % (number, row.get("at"), row["target"], ", ".join(outcomes)))
             continue
         arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
@@ -5333,8 +5501,8 @@ class Auditor:
             yield "%s: the job of key %s is not collected" % (self.path, key)
         for target in sorted({target for target, _ in self.applied}):
             tally = collections.Counter(word for (where, _), word in self.applied.items() if where == target)
-            yield "%s: %s: applied %d + stale %d + missing %d" % (
-                self.path, target, tally["applied"], tally["stale_text"] + tally["stale_rubric"], tally["missing_row"])
+            yield "%s: %s: %s" % (
+                self.path, target, " + ".join("%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
 
 
 def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -5373,6 +5541,9 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
 
 
 CHUNK = 1000                                                            # rows of one transaction
+UNDONE = {"not_kept": "give the column a type that holds it, or look at the triggers",      # what to do about it
+          "refused": "change the table's rules, or this task's"}
+LOCK_WAIT = 30.0                                                        # seconds, for another program to let go
 
 
 class Change(NamedTuple):
@@ -5402,8 +5573,8 @@ class Table:
             raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
                 "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
         path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
-        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True, timeout=30,
-                                    isolation_level=None)
+        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True,
+                                    timeout=LOCK_WAIT, isolation_level=None)
         self.base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
         kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
         if kinds.get(self.name) != "table":
@@ -5421,32 +5592,71 @@ class Table:
                 self.name, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
         taken = {name.lower() for name in columns}
         self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
+        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
+        self._select = "SELECT %s FROM %s WHERE %s " % (", ".join(columns), quoted(self.name), self.row)
         try:
-            self.base.execute("SELECT %s FROM %s LIMIT 1" % (self.row, quoted(self.name)))
-        except sqlite3.Error:
+            self.cells(0)
+        except sqlite3.OperationalError as error:
+            if "no such column" not in str(error):
+                raise
             raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
 
+    def cells(self, row: int) -> Any:
+        """One row as it is now, as (rowid, text, key, rubric, batch, values...); None where it is gone."""
+        return self.base.execute(self._select + "= ?", (row,)).fetchone()
+
     def chunk(self, after: float) -> List[Tuple[Any, ...]]:
-        """The next rows, as (rowid, text, key, rubric, batch, values...)."""
+        """The cells of the next rows."""
         import sqlite3
-        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
-        rows = self.base.execute("SELECT %s FROM %s WHERE %s > ? ORDER BY %s LIMIT %d" % (
-            ", ".join(columns), quoted(self.name), self.row, self.row, CHUNK), (after,)).fetchall()
+        rows = self.base.execute("%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, text: str, change: Change) -> bool:
-        """Write one decision, where the row's text and rubric still allow it; whether they did."""
-        sets, values = [*self.fields, self.batch], [*change.values, change.mark]
-        where, bounds = "%s = ? AND %s IS ? COLLATE BINARY" % (self.row, quoted(self.text)), [row, text]
+    def update(self, row: int, change: Change) -> Tuple[str, str]:
+        """Write one decision and read the row back: its outcome, and why it is not "applied"; then it is undone."""
+        import sqlite3
+        sets = {**dict(zip(self.fields, change.values)), self.batch: change.mark}
         if self.rubric is not None:
-            sets, values = [*sets, self.rubric], [*values, self.version]
-            where += " AND CAST(coalesce(%s, ?) AS INTEGER) <= ?" % quoted(self.rubric)
-            bounds += [self.version, self.version]
-        done = self.base.execute("UPDATE %s SET %s WHERE %s" % (
-            quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), where), [*values, *bounds])
-        return done.rowcount == 1
+            sets[self.rubric] = self.version
+        self.base.execute("SAVEPOINT decision")
+        try:
+            self.base.execute("UPDATE %s SET %s WHERE %s = ?" % (
+                quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), self.row),
+                [*sets.values(), row])
+            why = self._not_kept(self.cells(row), change)
+            outcome = "not_kept" if why else "applied"
+        except sqlite3.Error as error:
+            outcome, why = "refused", str(error)[:MAX_KEPT]
+            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", why):
+                raise                                   # it is not about this row
+        if self.base.in_transaction:                    # a trigger may have rolled back all of it
+            if why:
+                self.base.execute("ROLLBACK TO decision")
+            self.base.execute("RELEASE decision")
+        return outcome, why
+
+    def _not_kept(self, cells: Any, change: Change) -> str:
+        """Which column of a row does not hold what was written, in value and type; blank where each one does."""
+        if cells is None:
+            return "the row went away when it was written"
+        if self.version is not None and version_in(cells[3]) != self.version:
+            return "column %s holds %s where %s was written" % (self.rubric, shown(cells[3]), self.version)
+        for name, now, value in zip((self.batch, *self.fields), cells[4:], (change.mark, *change.values)):
+            if not same_cell(now, value):
+                return "column %s holds %s where %s was written" % (name, shown(now), shown(value))
+        return ""
+
+
+def same_cell(now: Any, value: Any) -> bool:
+    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is never a text."""
+    return bool(now == value) and isinstance(now, str) == isinstance(value, str)
+
+
+def version_in(cell: Any) -> Optional[int]:
+    """The rubric version that a cell spells, in a column of any type; None where it spells none."""
+    match = re.match(r"(-?\d{1,19})(\.0)?\Z", str(cell))
+    return int(match.group(1)) if match else None
 
 
 def quoted(name: str) -> str:
@@ -5492,72 +5702,84 @@ class Applier:
 
     def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
                  options: Settings) -> None:
-        self.table, self.found, self._left, self._dry = table, found, options.limit or math.inf, options.dry_run
+        self.table, self.found, self._limit, self._dry = table, found, options.limit, options.dry_run
         self._known = known                             # items that the ledger says were applied
         self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
         self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
+        self.why: Dict[str, str] = {}                   # digest -> why a row that was to be written does not hold it
         self.written = 0                                # rows
         self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
         self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
+        self._barred: Dict[int, Tuple[str, str]] = {}   # rows whose writing rolls the whole transaction back
 
-    def chunk(self, after: float) -> Optional[int]:
+    def chunk(self, after: float) -> Optional[float]:
         """Decide the next rows, in one transaction; the last of them, or None where there is none."""
-        base = self.table.base
+        base, written = self.table.base, self.written
+        news: List[Tuple[str, str, str]] = []
         base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
         try:
             rows = self.table.chunk(after)
-            for row in rows:
-                self._row(row)
+            for cells in rows:
+                news.append(self._row(cells))
+                if not base.in_transaction:             # nothing of it stands: once more, without this row
+                    self.written = written
+                    return after
             base.execute("COMMIT")
         except BaseException:
             if base.in_transaction:
                 base.execute("ROLLBACK")
             raise
+        for sha, outcome, why in news:
+            self._note(sha, outcome, why)
         return rows[-1][0] if rows else None
 
-    def _row(self, cells: Sequence[Any]) -> None:
-        """Decide one row, as Table.chunk gives it."""
-        row, text, key, rubric, batch = cells[:5]
-        values = tuple(cells[5:])
+    def _row(self, cells: Sequence[Any]) -> Tuple[str, str, str]:
+        """Decide one row, given by its cells, as (digest, outcome, why); without an outcome where it is left alone."""
+        row, text, key, rubric, batch, *values = cells
         sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
         change, version = self.found.get(sha), self.table.version
         if change is None:
-            known = self._by_source.get(str(key))
-            if known is not None:
-                self._note(known, "stale_text")
-        elif self._before(change, batch, values):
-            self._note(sha, "applied")
-        elif version is not None and rubric is not None and not (
-                re.match(r"-?\d+(\.0)?\Z", str(rubric)) and int(float(rubric)) <= version):
-            self._note(sha, "stale_rubric")
-        elif not self._left:
-            self.left_out.add(sha)
-        elif self._dry or self.table.update(row, text, change):
-            self._left -= 1
-            self.written += 1
-            self._note(sha, "applied")
-        else:
-            self._note(sha, "stale_text")
+            return self._by_source.get(str(key), ""), "stale_text", ""
+        if self._before(change, batch, values):
+            return sha, "applied", ""
+        if version is not None and rubric is not None:
+            decided = version_in(rubric)
+            if decided is None or decided > version:
+                return sha, "stale_rubric", ""
+        if self.written == self._limit:
+            return sha, "", ""
+        now = cells if self._dry else self.table.cells(row)
+        if now != cells:                                # a trigger of a row before it has changed it
+            return self._row(now) if now else ("", "", "")
+        outcome, why = self._barred.get(row) or (("applied", "") if self._dry else self.table.update(row, change))
+        if not self.table.base.in_transaction:
+            self._barred[row] = outcome, why
+        self.written += outcome == "applied"
+        return sha, outcome, why
 
     def settle(self) -> None:
         """What has met no row is missing."""
         gone = self.found.keys() - self.outcomes.keys() - self.left_out
         self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
 
-    def _before(self, change: Change, batch: Any, values: Tuple[Any, ...]) -> bool:
+    def _before(self, change: Change, batch: Any, values: Sequence[Any]) -> bool:
         """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
         have changed it since (the mark may be that of another stage on the same text).
         """
         pairs = list(zip(values, change.values))
-        if batch == change.mark and all(now == value or str(now) == str(value) for now, value in pairs):
+        if batch == change.mark and all(itertools.starmap(same_cell, pairs)):
             return True
         return change.name in self._known and str(batch).endswith("/" + change.name) and not any(
             now is None and value is not None for now, value in pairs)
 
-    def _note(self, sha: str, outcome: str) -> None:
-        before = self.outcomes.get(sha, outcome)
-        self.outcomes[sha] = min(before, outcome, key=OUTCOMES.index)
-        self.changed.add(sha)
+    def _note(self, sha: str, outcome: str, why: str) -> None:
+        if sha and not outcome:
+            self.left_out.add(sha)
+        elif sha:
+            self.outcomes[sha] = min(self.outcomes.get(sha, outcome), outcome, key=OUTCOMES.index)
+            self.changed.add(sha)
+            if why and self.outcomes[sha] == outcome:
+                self.why[sha] = why
 
 
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -5584,15 +5806,13 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
             ledger.replay(take)
         else:
             replay(options.ledger, lambda line: take(line.row or {}))
+        applier: Optional[Applier] = None
         try:
             table = Table(options, task)
-        except sqlite3.Error as error:
-            raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
-        stack.callback(table.base.close)
-        found = decisions(options.ledger, task, table.fields)
-        applier = Applier(table, found, {name for name, outcome in known.items() if outcome == "applied"}, options)
-        after: Optional[float] = -math.inf
-        try:
+            stack.callback(table.base.close)
+            found = decisions(options.ledger, task, table.fields)
+            applier = Applier(table, found, {name for name, word in known.items() if word == "applied"}, options)
+            after: Optional[float] = -math.inf
             while after is not None:
                 after = applier.chunk(after)
                 if after is None:
@@ -5600,8 +5820,9 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
                 if ledger is not None:
                     note_outcomes(ledger, applier, known, task, target, after is None)
         except sqlite3.Error as error:
-            say("batch_harness: %s: %s; what was committed stands, the same command goes on" % (
-                options.database, error))
+            if applier is None and "locked" not in str(error):
+                raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
+            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (options.database, error))
             return STOPPED
     say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
     out("%d answered items: %s%s" % (
@@ -5609,22 +5830,29 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
         "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
     if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
         say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
-    return DONE
+    undone = {word: sha for sha, word in applier.outcomes.items() if word in UNDONE}        # one of each
+    for word, sha in undone.items():
+        say("%s, such as item %s: %s; %s" % (word, found[sha].name, applier.why[sha], UNDONE[word]))
+    return QUARANTINED_LEFT if undone else DONE
 
 
 def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
     """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
     news: Dict[str, List[str]] = collections.defaultdict(list)
+    why: Dict[str, str] = {}
     changed = applier.outcomes.keys() if last else applier.changed
     for sha, outcome in ((sha, applier.outcomes[sha]) for sha in changed):
         name = applier.found[sha].name
         if known.get(name) != outcome and (last or outcome == "applied"):
             known[name] = outcome
             news[outcome].append(name)
+            if outcome in UNDONE:
+                why[name] = applier.why[sha]
     applier.changed.clear()
     if news:
-        ledger.append(row_parts({"event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint,
-                                 "target": target, **news}))
+        ledger.append(row_parts(compact({
+            "event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint, "target": target,
+            **news, "why": why})))
         ledger.sync()
 
 
@@ -6146,6 +6374,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):
             say(re.sub(r"\s*\n\s*", " ", line))
+        return USAGE
+    except ImportError as error:        # of the standard library: some Pythons are built without parts of it
+        say("batch_harness: this Python has no module %s, and this command needs it; use another Python" % error.name)
         return USAGE
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -229,7 +229,23 @@ class Items(Case):
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), [("a", None)]),
         ("a.csv.gz", gzip.compress(b'text\na\n'), [("a", None)]),
         ("a.jsonl", gzip.compress(b'{"text": "named without .gz"}\n'), [("named without .gz", None)]),
-        ("a.jsonl", b"", []),
+        ("a.csv", b'id;text;amount\n1;"good, but dear";1,50\n2;bad;2,00\n', [("good, but dear", '"1"'), ("bad", '"2"')]),
+        ("a.csv", b'\xef\xbb\xbfid\ttext\r\n1\ta, b; c\r\n', [("a, b; c", '"1"')]),
+        ("a.csv", b'text,"a;b;c;d"\n1,x\n', [("1", None)]),
+        ("a.csv", b'"a,\nb";text\n1;x\n', [("x", None)]),
+        ("a.csv", b'text\na;b\n', [("a;b", None)]),
+        ("a.tsv", b'id,text\n1,a\n', [("a", '"1"')]),
+        ("a.csv", b'id,text\r1,a\r2,"b\rc"\r', [("a", '"1"'), ("b\rc", '"2"')]),
+        ("a.txt", b'one\rtw\xc3\xb6\r\rthree', [("one", None), ("tw\u00f6", None), ("three", None)]),
+        ("a.jsonl", b'{"text": "a"}\r{"text": "b"}', [("a", None), ("b", None)]),
+        ("a.txt", '\ufeffone\r\ntw\u00f6\u2028\U0001f600\r\n'.encode("utf-16-le"), [("one", None), ("tw\u00f6\u2028\U0001f600", None)]),
+        ("a.csv", '\ufeffid;text\r\n1;"gr\u00fc\u00dfe;\r\nx"\r\n'.encode("utf-16-be"), [("gr\u00fc\u00dfe;\r\nx", '"1"')]),
+        ("a.tsv", gzip.compress('\ufeffid\ttext\n1\ta\n'.encode("utf-16-le")), [("a", '"1"')]),
+        ("a.jsonl", '\ufeff{"text": "\u4f60"}\n\n{"text": "b"}\n'.encode("utf-16-le"), [("\u4f60", None), ("b", None)]),
+        ("a.json", b'\xef\xbb\xbf [{"text": "a", "id": 1.10},\n {"text": "b]"}\n]\n', [("a", "1.10"), ("b]", None)]),
+        ("a.jsonl", b'["first", "second"]', [("first", None), ("second", None)]),
+        ("a.json", '\ufeff[\r\n"\u00e9"]'.encode("utf-16-be"), [("\u00e9", None)]),
+        ("a.json.gz", gzip.compress(b'[{"text": "a"}]'), [("a", None)]),
     ]
 
     def test_every_kind_of_input_is_read(self):
@@ -239,7 +255,6 @@ class Items(Case):
 
     BAD = [
         ("a.jsonl", b'{"text":"a"}\n\n   \n{"text":"b"}\n{"text":\n', 5, "not JSON"),
-        ("a.jsonl", b'[{"text":"a"},\n', 1, "JSON array"),
         ("a.jsonl", b'{"text":"a"},\n', 1, "a comma after the value"),
         ("a.jsonl", b'{"text":"a"}\n{"text":"\xff"}\n', 2, "invalid UTF-8 at byte 10"),
         ("a.jsonl", b'{"text":"a\\u0000b"}\n', 1, "NUL"),
@@ -252,12 +267,16 @@ class Items(Case):
         ("a.jsonl", b'{"text":null}\n', 1, "is null"),
         ("a.jsonl", b'{"text":"a","text":"b"}\n', 1, '"text" is given twice'),
         ("a.jsonl", b'{"text":"a","n":NaN}\n', 1, "NaN is not JSON"),
+        ("a.json", b'[{"text":"a"},\n\n{"text":\n7}, "b", 8\n,\n{"text": "c"}]', 3, "is a number; it must be a string"),
+        ("a.json", b'[{"text":"a"},\n\n[1]]', 3, "a list; write one object"),
+        ("a.jsonl", b'{"text":{"0":"a","1":"b"}}\n', 1, 'a whole table in one object; write one object a line, in pandas with to_json("items.jsonl", orient="records", lines=True)'),
+        ("a.jsonl", b'{"0":{"text":"a"},"1":{"text":"b"}}\n', 1, "a whole table in one object"),
         ("a.jsonl", b'{"text":"a"}\n"b"\n', 2, "a string where the first row is an object"),
         ("a.jsonl", b'"a"\n{"text":"b"}\n', 2, "an object where the first row is a string"),
         ("a.jsonl", b'7\n', 1, "a number; write one object"),
         ("a.jsonl", b'{"text":"a","id":[1]}\n', 1, "a list; it must be a scalar"),
-        ("a.jsonl", b'[' * 100000 + b'\n', 1, "not JSON"),
-        ("a.csv", b'id,text\n1,a,b\n', 2, "3 cells under a header of 2"),
+        ("a.csv", b'id,text\n1,a,b\n', 2, '3 cells under a header of 2 ("id,text"); '),
+        ("a.csv", b'Export of Tool 4.2\nid,text\n', 2, '2 cells under a header of 1 ("Export of Tool 4.2"); quote delimiters in cells, or delete what stands above the header'),
         ("a.csv", b'id,text\n1\n', 2, "1 cells under a header of 2"),
         ("a.csv", b'id,text\n1,a\x00b\n', 2, "NUL"),
         ("a.csv", b'id,text\n1,a\xffb\n', 2, "invalid UTF-8"),
@@ -272,8 +291,72 @@ class Items(Case):
                 err = self.refused("--input", self.write(name, content), "--model", "demo")
                 self.assertIn("%s:%d: " % (name, line), err)
                 self.assertIn(words, err)
-                self.assertIn("1 bad row in " + name, err)
+                self.assertRegex(err, "[13] bad rows? in " + name)
                 self.assertRegex(err.splitlines()[0], "; ")
+
+    def test_a_file_of_another_kind_is_refused_in_its_own_name(self):
+        text = '{"text": "gut"}\n'
+        os.mkdir("folder")
+        for name, content, said in (
+                ("a.xlsx", b"PK\3\4....[Content_Types].xml", "an Excel workbook; save the sheet as CSV UTF-8"), ("a.csv", b"PK\3\4...xl/workbook.xml", "an Excel workbook; "),
+                ("a.zip", b"PK\3\4...a.csv", "a zip archive; unpack it"), ("a.xls", b"\xd0\xcf\x11\xe0", "an old Excel workbook; "),
+                ("a.parquet", b"PAR1\x15", 'a Parquet file; write it as JSONL, in pandas with read_parquet(FILE).to_json("items.jsonl", orient="records", lines=True)'),
+                ("a.dat", b"SQLite format 3\0", "an SQLite database; add --input-format sqlite, and --table"), ("a.jsonl", b"\xfd7zXZ\0", "compressed and not by gzip; "),
+                ("folder", None, "a folder; name a file in it"), ("a b.jsonl", text.encode("utf-16-le"), "in UTF-16LE without a byte order mark; type: iconv -f UTF-16LE -t UTF-8 'a b.jsonl' > 'a b-utf8.jsonl'"),
+                ("a.csv", "id,text\n1,a\n".encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8 a.csv > a-utf8.csv"), ("a.csv", "id,text\n1,\u4e00\u8d77\n".encode("utf-16-le"), "iconv -f UTF-16LE "),
+                ("a.txt", "\ufeffid\ttext\r\n1\ta\r\n".encode("utf-16-le"), 'a table in UTF-16, as Excel saves Unicode Text; add --input-format tsv')):
+            with self.subTest(said=said):
+                err = self.refused("--input", name if content is None else self.write(name, content), "--model", "demo")
+                self.assertEqual(len(err.splitlines()), 1)
+                self.assertTrue(err.startswith("batch_harness: %s is " % name), err)
+                self.assertIn(said, err)
+        self.assertEqual(self.texts("a.txt", format="tsv"), [("a", '"1"')])
+        self.assertIn("is the file whole", self.refused("--input", self.write("a.txt", "\ufeffab".encode("utf-16-le")[:-1]), "--model", "demo"))
+
+    def test_an_input_without_rows_is_refused(self):
+        for name, content in (("a.jsonl", b""), ("a.txt", b"\n \n"), ("a.csv", b"id,text\n"), ("a.json", b"[ ]"), ("a.csv.gz", gzip.compress(b""))):
+            self.assertIn("%s: it holds no rows" % name, self.refused("--input", self.write(name, content), "--model", "demo"))
+        self.write("one.jsonl", '"a"\n')
+        codes = [self.main("--input", "one.jsonl", "--model", "demo", "--shard", "%d/2" % part)[0] for part in (1, 2)]
+        self.assertEqual(codes, [0, 0])                         # a part may be empty
+
+    def test_a_wrong_field_is_one_line_with_the_fields_there_are_and_the_likeliest(self):
+        rows = "".join(json.dumps({"id": n, "Text": "a", "note": "b"}) + "\n" for n in range(99))
+        for name, content, words, said in (
+                ("a.jsonl", rows, [], 'a.jsonl:1: no field "text"; it has "id", "Text", "note": name the text with --text-field "Text"'),
+                ("a.csv", "id;Kommentar, frei;x\n" + "1;x;y\n" * 99, ["--text-field", "gibt's nicht"], 'no field "gibt\'s nicht"; it has "id", "Kommentar, frei", "x": name the text with --text-field\n'),
+                ("b.csv", "id;Kommentar\n" + "1;x\n" * 99, ["--text-field", "komentar"], 'name the text with --text-field "Kommentar"'),
+                ("a.json", '[{"id": 1, "data": {"text": "a"}}, {"id": 2, "data": {"text": "b"}}]', [], 'it has "id", "data", "data.text": name the text with --text-field "data.text" (it lies inside another)')):
+            err = self.refused("--input", self.write(name, content), "--model", "demo", *words)
+            self.assertEqual(len(err.splitlines()), 1, err)
+            self.assertIn(said, err)
+
+    def test_a_dotted_name_leads_inside_where_no_field_is_called_so(self):
+        self.write("a.jsonl", '{"data": {"text": "inner", "n": {"id": 7}}}\n{"data.text": "outer", "data": {"text": "inner"}}\n{"data": "x"}\n')
+        self.assertEqual(self.texts("a.jsonl", text_field="data.text"), [("inner", None), ("outer", None)])
+        self.assertEqual(self.texts("a.jsonl", text_field="data.text", id_field="data.n.id"), [("inner", "7")])
+        self.assertIn('a.jsonl:3: no field "data.text"', self.refused("--input", "a.jsonl", "--text-field", "data.text", "--model", "demo"))
+
+    def test_an_array_is_read_as_a_stream(self):
+        dice = random.Random(SEED)
+        for _ in range(200):
+            values = [dice.choice(['a"]', "b\\", "\u00e9", {"text": "x,]", "n": [[], {}, None, True, 1.5]}, {}, "c" * 60]) for _ in range(dice.randint(1, 9))]
+            text = json.dumps(values, indent=dice.choice([None, 1]), ensure_ascii=dice.random() < 0.5)
+            with mock.patch.object(bh, "HEAD", dice.randint(1, 40)):
+                found = list(bh.read_array(io.StringIO(text)))
+                self.assertEqual([json.loads(json.dumps(value)) for _, value, _ in found], json.loads(json.dumps(values).replace("1.5", '"1.5"')))
+                for cut in (text[:-1], text[:-1].rstrip()[:-1], text + "x", text + "]", text.replace('"', "", 1) + "]" * ('"' not in text)):
+                    with self.assertRaises(bh.HarnessError, msg=cut):
+                        list(bh.read_array(io.StringIO(cut)))
+        lines = [line for line, _, _ in bh.read_array(io.StringIO('[\n\n{"a":\n1},"b"\n,\n"c"]'))]
+        self.assertEqual(lines, [3, 4, 6])
+        endless = types.SimpleNamespace(read=lambda count, parts=iter(["["]): next(parts, '"one more", ' * 99))
+        self.assertEqual(next(bh.read_array(endless)), (1, "one more", None))
+        for content, said in ((b'[{"text":"a"},\n', "a.jsonl:2: this JSON array is not whole: it has no end"), (b'["a"\n"b"]', "a.jsonl:2: this JSON array is not whole: no comma"),
+                              (b'[' * 100000, "a.jsonl:1: this JSON array is not whole: nested too deep"), (b'["a",\n{"x": nope}]', "a.jsonl:2: this JSON array is not whole: Expecting value"),
+                              (b'["a",\n{"x":1,"x":2}]', 'a.jsonl:2: this JSON array is not whole: the key "x" is given twice')):
+            for more in ([], ["--skip-bad"]):
+                self.assertIn(said, self.refused("--input", self.write("a.jsonl", content), "--model", "demo", *more))
 
     def test_an_open_quote_is_refused_even_where_bad_rows_are_skipped(self):
         self.write("a.csv", 'id,text\n1,a\n2,"b\n3,c\n')
@@ -1094,7 +1177,7 @@ class Ledgers(Case):
         for number, line in enumerate(lines, 1):
             row = json.loads(line)
             self.assertEqual((row["seq"], row["prev"]), (number, "%08x" % crc))
-            crc = bh.zlib.crc32(line)
+            crc = zlib.crc32(line)
 
     def test_a_rerun_of_a_finished_ledger_makes_no_call_and_changes_no_byte(self):
         self.items_file(20)
@@ -1279,7 +1362,7 @@ class Ledgers(Case):
         for line in self.bytes().split(b"\n")[:-1]:
             if line.endswith(b"}"):
                 self.assertEqual(json.loads(line)["prev"], "%08x" % crc)
-            crc = bh.zlib.crc32(line)
+            crc = zlib.crc32(line)
 
     @unittest.skipUnless(hasattr(os, "fork"), "needs a limit on the size of files")
     def test_a_full_disk_ends_in_one_line_and_the_rerun_goes_on(self):
@@ -2029,6 +2112,10 @@ class Models(EndpointCase):
                 bh.read_response(iter([junk, b""]).__next__)
         with mock.patch.object(bh, "MAX_REPLY", 100), self.assertRaises(OverflowError):
             bh.read_response(lambda: b"HTTP/1.1 200 OK\r\nX: ")
+
+    def test_a_compressed_reply_without_zlib_is_named(self):
+        with mock.patch.object(bh, "zlib", None), self.assertRaisesRegex(OverflowError, "no module zlib"):
+            bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx"]).__next__)
 
     def test_a_slow_drip_cannot_outlive_the_time_of_a_call(self):
         def drip(handler):
@@ -4711,7 +4798,7 @@ class AuditAndApply(EndpointCase):
         self.sql("UPDATE posts SET answer = 'by hand' WHERE id = 2")            # what a person changed since stays
         self.main(*self.APPLY)
         self.assertEqual(self.answers()[2], "by hand")
-        self.assertIn("applied 6 + stale 0 + missing 0", self.audit("--ledger", "l.jsonl")[1])
+        self.assertIn("posts.db, table posts (answer): applied 6\n", self.audit("--ledger", "l.jsonl")[1])
 
     def test_rows_that_changed_or_went_are_left_alone_and_recorded(self):
         self.run_()
@@ -4724,7 +4811,7 @@ class AuditAndApply(EndpointCase):
         self.assertEqual([self.answers()[n] for n in (1, 2)], [None, None])
         self.assertEqual(self.answers()[40], self.answers()[4])
         self.assertEqual(self.ledgered(), {"applied": 3, "stale_text": 2, "missing_row": 1})
-        self.assertIn("applied 3 + stale 2 + missing 1", self.audit("--ledger", "l.jsonl")[1])
+        self.assertIn("applied 3 + stale_text 2 + missing_row 1\n", self.audit("--ledger", "l.jsonl")[1])
 
     def with_rubric(self, version=3):
         self.items_file(6)
@@ -4900,11 +4987,100 @@ class AuditAndApply(EndpointCase):
         code, out, err = self.main(*["big.jsonl" if word == "l.jsonl" else word for word in self.APPLY])
         self.assertEqual((code, set(self.answers().values())), (2, {None}))
         self.assertIn("has more than 64 bits; nothing was applied", err)
-        with contextlib.closing(sqlite3.connect("posts.db")) as base:
-            base.execute("CREATE TRIGGER no BEFORE UPDATE ON posts BEGIN SELECT RAISE(ABORT, 'not today'); END")
-        code, out, err = self.main(*self.APPLY)
-        self.assertEqual(code, 3)
-        self.assertIn("posts.db: not today; what was committed stands", err)
+
+    def applied(self, *words):
+        """Apply, and what came of it: exit code, what was said, and the reasons on the ledger by the row's id."""
+        code, out, err = self.main(*self.APPLY, *words)
+        self.assertNotIn("fault of its own", err)
+        keys = {bh.item_id(text): key for key, text in self.sql("SELECT id, text FROM posts")}
+        why = {keys[name]: words for row in self.rows("l.jsonl", "apply") for name, words in row.get("why", {}).items()}
+        return code, out + err, why
+
+    def answered(self, values, schema, *more):
+        """A ledger whose items 0, 1, 2 ... have these answers."""
+        self.items_file(len(values))
+        self.write("task.json", json.dumps({"instruction": "J", "fields": {"answer": schema}}))
+        answer = "'[{\"id\": \"%s\", \"answer\": %s}]' % (re.findall('<item id=\"(.*?)\"', p)[0], "
+        answer += repr(list(map(json.dumps, values))) + "[int(re.findall('number ([0-9]+)<', p)[0])])"
+        self.write("m.py", "import re\ndef f(p): return " + answer)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "py:m.py:f", "--task", "task.json", "--ledger", "l.jsonl")
+        self.assertEqual(code, 0, out + err)
+
+    def test_what_the_column_does_not_keep_is_undone_and_named(self):
+        for kind, values, kept in (("INTEGER", ["007", "1e5", "good", "7 "], [2]), ("REAL", [9007199254740993, 1, 2.5], [1, 2]), ("TEXT", [5, True], []),
+                                   ("INTEGER", [True, 7, 2.5, 2.0], [0, 1, 2, 3]), ("", ["007", 5, True, 9007199254740993], [0, 1, 2, 3])):
+            with self.subTest(kind=kind, values=values):
+                self.answered(values, {"type": ["string", "number", "boolean"]})
+                self.table(len(values), ", mine %s" % kind)
+                code, said, why = self.applied("--set", "mine=answer")
+                lost = set(range(len(values))) - set(kept)
+                self.assertEqual((code, set(why)), (1 if lost else 0, lost), said)
+                self.assertEqual(self.ledgered(), {word: count for word, count in (("applied", len(kept)), ("not_kept", len(lost))) if count})
+                self.assertEqual(self.sql("SELECT id FROM posts WHERE mine IS NOT NULL OR decided IS NOT NULL ORDER BY id"), [(n,) for n in kept])
+                for n in lost:
+                    self.assertRegex(why[n], r"column mine holds .* where %s was written" % re.escape(json.dumps(values[n])))
+                before = self.bytes("l.jsonl")
+                self.assertEqual((self.applied("--set", "mine=answer")[0], self.bytes("l.jsonl")), (code, before))
+                for path in ("l.jsonl", "posts.db"):
+                    os.remove(path)
+
+    def test_what_a_trigger_overwrites_ignores_or_takes_away_is_not_kept(self):
+        self.answered(["a", "b", "c", "d", "e"], {"type": "string"})
+        self.table(5)
+        for n, words in enumerate(("UPDATE posts SET answer = upper(answer) WHERE id = 0", "SELECT RAISE(IGNORE)", "DELETE FROM posts WHERE id = 2", "UPDATE posts SET decided = 'x' WHERE id = 3")):
+            self.sql("CREATE TRIGGER t%d %s UPDATE ON posts WHEN NEW.id = %d BEGIN %s; END" % (n, "BEFORE" if n == 1 else "AFTER", n, words))
+        code, said, why = self.applied()
+        self.assertEqual((code, self.answers()), (1, {**dict.fromkeys(range(4)), 4: "e"}), said)
+        self.assertEqual(self.ledgered(), {"applied": 1, "not_kept": 4})
+        self.assertEqual(why[0], 'column answer holds "A" where "a" was written')
+        self.assertRegex(why[1], "^column decided holds null where ")
+        self.assertRegex(why[2], "went away")
+        self.assertRegex(why[3], '^column decided holds "x" where ')
+        self.assertIn("not_kept, such as item ", said)
+        self.assertIn('not_kept, column answer holds "A"', self.main("explain", bh.item_id("text number 0"), "--ledger", "l.jsonl")[1])
+        code, out = self.audit("--ledger", "l.jsonl")
+        self.assertEqual(code, 0)
+        self.assertIn("applied 1 + not_kept 4\n", out)
+
+    def test_a_row_that_the_database_refuses_does_not_hold_up_the_others(self):
+        for words, reason in (("CHECK", "CHECK constraint failed"), ("UNIQUE", "UNIQUE constraint failed: posts.answer"), ("ABORT", "not today"), ("FAIL", "not today"),
+                              ("ROLLBACK", "not today"), ("JSON", "malformed JSON")):
+            with self.subTest(words=words):
+                self.answered(["a", "bad", "c", "bad" if words != "UNIQUE" else "a", "e"], {"type": "string"})
+                self.table(5)
+                self.sql({"UNIQUE": "CREATE UNIQUE INDEX one ON posts (answer)",
+                          "CHECK": "ALTER TABLE posts ADD COLUMN more TEXT CHECK (answer IS NOT 'bad')",
+                          "JSON": "CREATE TRIGGER t BEFORE UPDATE ON posts WHEN NEW.answer = 'bad' BEGIN SELECT json_extract(NEW.answer, '$.x'); END"}.get(
+                    words, "CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.answer = 'bad' BEGIN SELECT RAISE(%s, 'not today'); END" % words))
+                code, said, why = self.applied("--limit", "2")
+                lost = {3} if words == "UNIQUE" else {1, 3}
+                self.assertEqual((code, sum(answer is not None for answer in self.answers().values())), (1 if words != "UNIQUE" else 0, 2), said)
+                code, said, why = self.applied()
+                self.assertEqual((code, set(why), {n for n, answer in self.answers().items() if answer is None}), (1, lost, lost), said)
+                self.assertEqual(self.ledgered(), {"applied": 5 - len(lost), "refused": len(lost)})
+                self.assertIn(reason, why[3])
+                self.assertIn(reason, said)
+                for path in ("l.jsonl", "posts.db"):
+                    os.remove(path)
+
+    def test_a_row_that_a_trigger_moved_on_is_decided_as_it_is_now(self):
+        self.answered(["a", "b", "c"], {"type": "string"})
+        self.table(3)
+        self.sql("CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.id = 0 BEGIN UPDATE posts SET text = 'other' WHERE id = 1; DELETE FROM posts WHERE id = 2; END")
+        self.assertEqual(self.applied()[0], 0)
+        self.assertEqual((self.answers(), self.ledgered()), ({0: "a", 1: None}, {"applied": 1, "stale_text": 1, "missing_row": 1}))
+
+    def test_a_locked_database_is_said_to_be_locked(self):
+        self.run_(2)
+        self.table(2)
+        with contextlib.closing(sqlite3.connect("posts.db", isolation_level=None)) as other, mock.patch.object(bh, "LOCK_WAIT", 0.05):
+            for lock in ("IMMEDIATE", "EXCLUSIVE"):
+                other.execute("BEGIN " + lock)
+                code, out, err = self.main(*self.APPLY)
+                other.execute("ROLLBACK")
+                self.assertEqual((code, out), (3, ""))
+                self.assertIn("posts.db: database is locked; what was committed stands", err)
+        self.assertEqual(self.main(*self.APPLY)[0], 0)
 
 
 class Demonstrations(Case):
@@ -4943,6 +5119,34 @@ class Demonstrations(Case):
 # ====================================================================================================================
 
 class CommandLine(Case):
+    def without(self, modules, *argv):
+        """The program in a Python that lacks modules: exit code and standard error."""
+        start = "import runpy, sys; sys.modules.update(dict.fromkeys(%r)); sys.argv[:] = %r; runpy.run_path(%r, run_name='__main__')"
+        run = subprocess.run([sys.executable, "-c", start % (modules, [PROGRAM, *argv], PROGRAM)], capture_output=True)
+        return run.returncode, run.stderr.decode()
+
+    def test_a_python_without_a_module_does_all_that_does_not_need_it(self):
+        self.items_file(2)
+        self.write("a.jsonl.gz", gzip.compress(b'"a"\n'))
+        sqlite3.connect("a.db").close()
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--ledger", "l.jsonl")[0], 0)
+        before = self.bytes("l.jsonl")
+        online = ("--input", "items.jsonl", "--model", "m", "--base-url")
+        table = ("apply", "--ledger", "l.jsonl", "--database", "a.db", "--table", "t", "--batch-column", "b")
+        for modules, needing in (
+                (("ssl", "_ssl"), [(*online, "https://127.0.0.1:9/v1")]), (("encodings.idna",), [(*online, "http://127.0.0.1:9/v1")]),
+                (("zlib",), [("--input", "a.jsonl.gz", "--model", "demo")]), (("fcntl", "msvcrt"), [("--input", "items.jsonl", "--model", "demo")]),
+                (("sqlite3", "_sqlite3"), [("--input", "a.db", "--table", "t", "--model", "demo"), table, ("export", "--input", "items.jsonl", "--ledger", "l.jsonl", "--output", "out.db")])):
+            for argv in needing:
+                with self.subTest(modules=modules, argv=argv):
+                    code, err = self.without(modules, *argv)
+                    self.assertEqual((code, len(err.splitlines())), (2, 1), err)
+                    self.assertIn("batch_harness: this Python has no module %s, and this command needs it; use another Python" % modules[0], err)
+            self.assertEqual((sorted(os.listdir(".")), self.bytes("l.jsonl")), (["a.db", "a.jsonl.gz", "items.jsonl", "l.jsonl"], before))
+            for argv in (("--help",), ("--input", "items.jsonl", "--model", "demo", *(["--dry-run"] if "fcntl" in modules else ["--ledger", modules[0] + "/new.jsonl"]))):
+                self.assertEqual(self.without(modules, *argv), (0, mock.ANY), (modules, argv))
+            shutil.rmtree(modules[0], ignore_errors=True)
+
     def test_the_command_for_the_next_step_works_as_it_is_printed(self):
         self.write("my reviews.csv", "key;body\n1;a\n2;b\n3;\n".replace(";", ","))
         out = self.main("--input", "my reviews.csv", "--text-field", "body", "--id-field", "key", "--skip-bad", "--id-length", "16", "--model", "demo")[1]
