@@ -1590,17 +1590,32 @@ def standing(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
     return "answered", row["answers"][dict(zip(row["text_sha"], row["batch"]))[digest[:32]]]
 
 
+LOCKED: Set[int] = set()        # descriptors of the ledgers that this process writes
+
+
+def let_go() -> None:
+    """In a child: the lock is its parent's, and would outlive the parent with this descriptor."""
+    while LOCKED:
+        os.close(LOCKED.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=let_go)
+
+
 class Ledger:
     """One append-only file of rows, one writer at a time.
 
     `append` writes a whole line, with one write where the disk takes it, and only then may the row take effect.  After
     a write has failed the next append first closes off the torn line, so that space made meanwhile saves what comes.
+    `astray` once its name leads to another file, or a part of it is gone.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.history = path, History()
         self._seq = self._crc = 0
-        self._unfinished = self._dirty = False
+        self._unfinished = self._dirty = self.astray = False
+        self._rescue = "%s.rescued-%d" % (path, time.time())
         if os.path.exists(path) and not os.path.isfile(path):
             raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
         try:
@@ -1610,11 +1625,13 @@ class Ledger:
             raise HarnessError("cannot write the ledger %s: %s; name another with --ledger" % (path, error.strerror))
         try:
             lock_file(self._fd)
+            self._size = os.fstat(self._fd).st_size
         except OSError as error:
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
                 raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
             raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
+        LOCKED.add(self._fd)
 
     def replay(self, take: Callable[[Dict[str, Any]], Any]) -> None:
         """Hand every row to `take`, in order; HarnessError when the file holds no ledger."""
@@ -1633,6 +1650,7 @@ class Ledger:
             if written < len(data) - 1:         # else the row is there, and only its newline is not
                 raise
         finally:
+            self._size += written
             there = data[len(before):written].rstrip(b"\n")
             if written:
                 self._dirty, self._unfinished = True, bool(there) and written < len(data)
@@ -1640,16 +1658,36 @@ class Ledger:
                 self._seq, self._crc = self._seq + 1, zlib.crc32(there)
 
     def sync(self) -> None:
-        """Put what was appended on the disk; OSError where the disk refuses."""
-        if self._dirty:
-            self._dirty = False
+        """Put what was appended on the disk; OSError where the disk refuses, or others have meddled with the file."""
+        dirty, self._dirty = self._dirty, False
+        if dirty:
             os.fsync(self._fd)
+        mine = os.fstat(self._fd)
+        try:
+            same = os.path.samestat(os.stat(self.path), mine)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            if dirty or not self.astray:
+                os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+                with open(self._fd, "rb", closefd=False) as rows, open(self._rescue, "wb") as file:
+                    rows.seek(0)
+                    file.writelines(rows)
+            self.astray = True
+            raise OSError(errno.EIO, "another program has removed, renamed or replaced it; all of its rows are saved "
+                          "in %s, move that back" % self._rescue, self.path)
+        if mine.st_size < self._size:
+            self.astray = True
+            raise OSError(errno.EIO, "another program has cut it from %d to %d bytes; go back to a copy of it, or what "
+                          "is gone is asked again" % (self._size, mine.st_size), self.path)
 
     def close(self) -> None:
-        """Sync and let another process in."""
+        """Let another process in, after what was appended is on the disk."""
         try:
-            self.sync()
+            if self._dirty:
+                self.sync()
         finally:
+            LOCKED.discard(self._fd)
             os.close(self._fd)
 
 
@@ -2774,6 +2812,7 @@ class Runner:
                     self.append_failure(ask, refused.refusal)
             if self.tally["coalesced"]:
                 self.append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
+            self._guarded(lambda ledger: ledger.sync())
         if self._error is not None:
             raise self._error
 
@@ -5957,7 +5996,8 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         runner.run(ledger, header, say)
     answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
                                     for flags in (ANSWERED, QUARANTINED, FROZEN))
-    summary = "%d of %d items answered, %d quarantined" % (answered, items, quarantined)
+    summary = "%d of %d items answered%s, %d quarantined" % (
+        answered, items, " (not all on the ledger)" * ledger.astray, quarantined)
     if runner.tally["calls"]:
         out("%s, %d pending" % (summary, items - answered - quarantined))
         out(spent_words(runner))
@@ -6101,7 +6141,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except BrokenPipeError:             # whoever read the export has seen enough
         return STOPPED
     except OSError as error:            # a disk that failed: what was answered is on the ledger
-        say("batch_harness: %s; nothing on the ledger is lost, run the same command again" % error)
+        say("batch_harness: %s; then run the same command again, what is on the ledger counts" % error)
         return STOPPED
     except Exception as error:          # no code but 3 says what is true: stopped, and the ledger can be gone on with
         import traceback

@@ -89,8 +89,9 @@ class Case(unittest.TestCase):
 
     def process(self, *argv, **options):
         options.setdefault("preexec_fn", usual_signals if os.name == "posix" else None)
-        return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, **options)
+        for stream in ("stdout", "stderr"):
+            options.setdefault(stream, subprocess.PIPE)
+        return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdin=subprocess.DEVNULL, **options)
 
     def bytes(self, path="runs/ledger.jsonl"):
         with open(path, "rb") as file:
@@ -1257,6 +1258,61 @@ class Ledgers(Case):
         self.assertEqual((code, out), (2, ""))
         self.assertIn("another process is writing runs/ledger.jsonl", err)
         self.assertEqual(self.run_demo()[0], 0)                 # the lock went with the process
+
+    @unittest.skipUnless(os.name == "posix", "an open file cannot be moved elsewhere")
+    def test_a_ledger_that_is_moved_away_stops_the_run_and_every_row_is_saved(self):
+        self.items_file(400)
+
+        def replaced():
+            self.write("other", "")
+            os.rename("other", "runs/ledger.jsonl")
+        for meddle in (lambda: os.remove("runs/ledger.jsonl"), lambda: os.rename("runs/ledger.jsonl", "runs/ledger.1"), replaced,
+                       lambda: os.rename("runs", "runs.old")):
+            run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.02", "--workers", "1")
+            self.wait_for(lambda: os.path.exists("runs/ledger.jsonl") and self.bytes().count(b"\n") > 3, "the first rows")
+            meddle()
+            out, err = run.communicate(timeout=30)
+            self.assertEqual((run.returncode, err.count(b"Traceback")), (3, 0), err)
+            saved = re.search("all of its rows are saved in (runs/ledger.jsonl.rescued-[0-9]+), move that back", out.decode())[1]
+            answered = int(re.search(r"([0-9]+) of 400 items answered \(not all on the ledger\)", out.decode())[1])
+            self.assertLess(answered, 400)
+            self.assertEqual(len(self.rows(saved)), answered)
+            self.assertEqual(self.main("audit", "--ledger", saved)[0], 0)
+            os.replace(saved, "runs/ledger.jsonl")
+            self.assertIn("%d answered, 0 quarantined, %d pending" % (answered, 400 - answered), self.run_demo("--dry-run")[1])
+            shutil.rmtree("runs")
+            shutil.rmtree("runs.old", ignore_errors=True)
+
+    def test_a_ledger_that_is_cut_by_another_stops_the_run_and_says_so(self):
+        self.items_file(400)
+        run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.02", "--workers", "1")
+        self.wait_for(lambda: os.path.exists("runs/ledger.jsonl") and self.bytes().count(b"\n") > 3, "the first rows")
+        self.write("runs/ledger.jsonl", "")
+        out, err = run.communicate(timeout=30)
+        self.assertEqual(run.returncode, 3, err)
+        self.assertRegex(out.decode(), r"another program has cut it from [0-9]+ to [0-9]+ bytes; go back to a copy of it")
+        self.assertIn("items answered (not all on the ledger)", out.decode())
+
+    @unittest.skipUnless(os.name == "posix", "an open file cannot be removed elsewhere")
+    def test_a_ledger_that_goes_after_the_last_sync_is_missed_at_the_end(self):
+        self.items_file(1)
+        self.write("mine.py", "import os, sys\ndef ask(prompt):\n    os.remove('runs/ledger.jsonl')\n    return 'x'\n")
+        code, out, err = self.run_demo("--attempts", "1", model="py:mine.py:ask")
+        self.assertEqual(code, 3, out + err)
+        self.assertIn("another program has removed, renamed or replaced it", out)
+
+    @unittest.skipUnless(hasattr(os, "fork"), "needs fork")
+    def test_a_child_of_the_model_does_not_keep_the_lock(self):
+        self.items_file(1)
+        self.write("mine.py", "import os, time\ndef ask(prompt):\n    pid = os.fork()\n    if not pid:\n        time.sleep(%s)\n        os._exit(0)\n"
+                   "    open('child', 'w').write(str(pid))\n    os.kill(os.getpid(), 9)\n" % MARK)
+        run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.assertEqual(run.wait(timeout=20), -9)
+        child = int(self.bytes("child"))
+        self.addCleanup(os.kill, child, signal.SIGKILL)
+        self.write("quiet.py", "def ask(prompt):\n    return ''\n")
+        code, out, err = self.run_demo(model="py:quiet.py:ask")
+        self.assertEqual(code, 1, out + err)
 
     def test_without_fcntl_the_lock_is_the_other_systems(self):
         calls = types.ModuleType("msvcrt")
