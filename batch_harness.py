@@ -42,6 +42,25 @@ As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
 from __future__ import annotations
 
+import _thread
+import os
+import signal
+import sys
+import time
+
+
+def leave(words: bytes) -> None:
+    """End this process at once, as an interrupted one, with a line for a terminal that may take nothing."""
+    try:
+        _thread.start_new_thread(os.write, (2, words))
+        time.sleep(0.1)
+    finally:
+        os._exit(130)
+
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda number, frame: leave(b"batch_harness: interrupted; nothing was called\n"))
+
 import argparse
 import collections
 import contextlib
@@ -55,13 +74,9 @@ import itertools
 import json
 import math
 import operator
-import os
 import re
-import signal
 import string
-import sys
 import threading
-import time
 import zlib
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Set, Tuple, Union)
@@ -2578,6 +2593,9 @@ MAX_STRIKES = 10                        # failures in a row, with no reply betwe
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
 DOUBTFUL = 3                            # refused calls, one on an item's last resort, that end a run without success
+MAX_UNREAD = 100                        # texts that a terminal has not taken; beyond them they are dropped
+PATIENCE = 30.0                         # seconds in the end for a terminal or pipe that takes nothing
+SPEAKER = "speaker"                     # name of a thread that writes to it
 Errand = Tuple["Flight", Ask]           # one call to make, and the flight that is told of its verdict
 
 
@@ -2882,9 +2900,7 @@ class Runner:
             if self.signals and number == signal.SIGINT:
                 for pid in list(RUNNING):
                     kill_group(pid)
-                with contextlib.suppress(OSError):
-                    os.write(2, b"\nleft at once; what is on the ledger is safe: run the same command again\n")
-                os._exit(INTERRUPTED)
+                leave(b"\nleft at once; what is on the ledger is safe: run the same command again\n")
             self.signals.append(number)
         before: Dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -3148,6 +3164,8 @@ class Speaker:
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.closed, self.full, self._drawn = stream, False, False, 0
+        self._texts: Any = None                                 # to be written by the thread, where there is one
+        self._thread: Optional[threading.Thread] = None
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
 
@@ -3172,21 +3190,53 @@ class Speaker:
 
     def live(self, text: str) -> None:
         """Draw the live line anew; an empty one is wiped away."""
-        if text or self._drawn:
+        if (text or self._drawn) and (not text or self._thread is None or self._texts.empty()):
             self._write("\r%s%s" % (text.ljust(self._drawn), "" if text else "\r"))
             self._drawn = len(text)
 
+    def aside(self) -> None:
+        """From here to `finish` a thread of its own writes: what nobody reads is dropped, and holds up nothing else."""
+        import queue
+        self._texts = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, name=SPEAKER, daemon=True)
+        with contextlib.suppress(RuntimeError):                 # the system gives no more threads: then without
+            thread.start()
+            self._thread = thread
+
+    def _serve(self) -> None:
+        for text in iter(self._texts.get, None):
+            self._print(text)
+
     def _write(self, text: str) -> None:
+        if self._thread is None:
+            self._print(text)
+        elif self._texts.qsize() < MAX_UNREAD:
+            self._texts.put(text)
+
+    def _print(self, text: str) -> None:
         """A stream that fails is not used again."""
-        if self._stream is not None and not self.closed:
+        stream = self._stream
+        if stream is not None and not self.closed:
             try:
-                self._stream.write(text)
-                self._stream.flush()
+                stream.write(text)
+                stream.flush()
             except (OSError, ValueError) as error:
                 self.closed, self.full = True, getattr(error, "errno", None) == errno.ENOSPC
 
     def finish(self) -> None:
-        """Keep the interpreter's last flush from failing on a stream that was closed."""
+        """Wait until all is written, for as long as somebody reads; keep Python's last flush from failing on a stream
+        that was closed.
+        """
+        thread, self._thread, left = self._thread, None, -1
+        if thread is not None:
+            self._texts.put(None)
+            try:
+                while thread.is_alive() and left != self._texts.qsize():
+                    left = self._texts.qsize()
+                    thread.join(PATIENCE)
+            finally:
+                if thread.is_alive():           # it hangs in a write, and so would whoever touches the stream
+                    self._stream = None
         try:
             if self._stream is not None:
                 self._stream.flush()
@@ -5990,10 +6040,13 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     header = functools.partial(run_header, runner, frozen)
     if options.command == "emit":
         return emit_requests(runner, header, ledger, out)
+    say.aside()                     # what is paid for must not wait for a terminal
     if options.batch_api:
         runner = run_by_jobs(runner, header, ledger, say)
     else:
         runner.run(ledger, header, say)
+    say.finish()
+    out.aside()
     answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
                                     for flags in (ANSWERED, QUARANTINED, FROZEN))
     summary = "%d of %d items answered%s, %d quarantined" % (
@@ -6137,6 +6190,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             say(re.sub(r"\s*\n\s*", " ", line))
         return USAGE
     except KeyboardInterrupt:
+        say("batch_harness: interrupted; run the same command again")
         return INTERRUPTED
     except BrokenPipeError:             # whoever read the export has seen enough
         return STOPPED
@@ -6154,5 +6208,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         out.finish()
 
 
+def program() -> None:
+    """The command line as a process, which ends with main's code, whatever a late Ctrl-C or a terminal does."""
+    heeded, code = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN, INTERRUPTED
+    with contextlib.suppress(KeyboardInterrupt):        # in main's own first or last steps
+        if heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main()
+    if heeded:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
+    if any(thread.name == SPEAKER for thread in threading.enumerate()):
+        os._exit(code)                  # Python's own last flush would wait for ever
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

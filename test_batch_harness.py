@@ -2717,6 +2717,83 @@ class Runs(EndpointCase):
         self.assertEqual(run.wait(timeout=20), 130)
         self.assertEqual(len(self.rows("runs/ledger.jsonl")), len(server.requests))
 
+    IMPATIENT = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.PATIENCE = 0.3; bh.BACKOFF = 0.01; bh.program()" % HERE
+
+    def unread(self, server, stream, *more):
+        """A run with three calls in flight, one of whose streams is a pipe that is full by then and that nobody reads."""
+        import select
+        ours, theirs = os.pipe()
+        self.addCleanup(os.close, ours)
+        self.items_file(40)
+        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
+                                "--workers", "3", *more], preexec_fn=usual_signals, stdin=subprocess.DEVNULL,
+                               **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: theirs})
+        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
+        while select.select([], [theirs], [], 0)[1]:
+            os.write(theirs, b"x" * 4096)
+        os.close(theirs)
+        return run, ours
+
+    @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
+    def test_a_frozen_terminal_holds_up_neither_signals_nor_time_outs(self):
+        import pty
+        import termios
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        server = self.serve(lambda prompt, n: (gate.wait(20) if n > 4 else None, completion(reply_to_prompt(prompt)))[1])
+        self.items_file(40)
+        ours, theirs = pty.openpty()
+        self.addCleanup(os.close, ours)
+        self.addCleanup(os.close, theirs)
+        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
+                                "--workers", "3", "--timeout", "1s"], preexec_fn=usual_signals, stdin=theirs, stdout=theirs, stderr=theirs)
+        self.addCleanup(run.kill)
+        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
+        termios.tcflow(theirs, termios.TCOOFF)                          # as Ctrl-S does
+        self.wait_for(lambda: len(self.rows("runs/ledger.jsonl", "failure")) == 3, "the time-outs")
+        run.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(timeout=20), 130)
+        self.assertIn(len(server.requests), (7, 8, 9, 10))
+        self.assertEqual(len(self.rows("runs/ledger.jsonl")), 4)
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_a_second_interrupt_leaves_although_its_words_find_no_room(self):
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        run, _ = self.unread(self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1]), "stderr")
+        self.addCleanup(run.kill)
+        for _ in range(2):
+            run.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        self.assertEqual(run.wait(timeout=5), 130)
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_a_run_ends_with_its_code_although_nobody_reads_its_summary(self):
+        for stream in ("stdout", "stderr"):
+            gate = threading.Event()
+            self.addCleanup(gate.set)
+            server = self.serve(lambda prompt, n, gate=gate: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
+            run, _ = self.unread(server, stream, "--max-calls", "9")
+            self.addCleanup(run.kill)
+            gate.set()
+            self.assertEqual(run.wait(timeout=15), 3)
+            self.assertEqual(len(self.rows("runs/ledger.jsonl")), 9)
+            os.remove("runs/ledger.jsonl")
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_who_reads_slowly_gets_the_whole_summary(self):
+        gate = threading.Event()
+        server = self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
+        with mock.patch.object(self, "IMPATIENT", self.IMPATIENT.replace("0.3", "20")):
+            run, ours = self.unread(server, "stdout")
+        gate.set()
+        self.wait_for(lambda: len(self.rows("runs/ledger.jsonl")) == 40, "the last reply")
+        time.sleep(0.5)
+        self.assertIsNone(run.poll())
+        seen = b"".join(iter(lambda: os.read(ours, 4096), b""))
+        self.assertEqual(run.wait(timeout=20), 0)
+        self.assertRegex(seen.decode(), r"x\n?40 of 40 items answered, 0 quarantined, 0 pending\nthis run: 40 calls[^\n]+\nnext: [^\n]+\n\Z")
+
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
     def test_on_a_terminal_one_live_line_says_how_far_it_is(self):
@@ -5022,6 +5099,24 @@ class CommandLine(Case):
             run = subprocess.run(line % more, shell=True, stderr=subprocess.PIPE)
             self.assertEqual(run.returncode, code, run.stderr)
             self.assertNotIn(b"Traceback", run.stderr)
+
+    @unittest.skipUnless(os.name == "posix", "sends signals")
+    def test_an_interrupt_while_python_starts_or_ends_is_no_traceback(self):
+        interrupt = "import os, signal, time\n%sos.kill(os.getpid(), signal.SIGINT)\n"
+        self.items_file(1)
+        os.mkdir("copy")
+        shutil.copy(PROGRAM, "copy")
+        self.write("copy/argparse.py", interrupt % "")
+        run = subprocess.run([sys.executable, "copy/batch_harness.py", "--version"], capture_output=True, preexec_fn=usual_signals)
+        self.assertEqual((run.returncode, run.stdout, run.stderr), (130, b"", b"batch_harness: interrupted; nothing was called\n"))
+        self.write("mine.py", "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ndef ask(prompt):\n    return ''\n")
+        run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask")
+        out, err = run.communicate(timeout=20)
+        self.assertEqual((run.returncode, b"Traceback" in err), (1, False), err)
+
+    def test_an_interrupt_of_a_command_is_one_line_and_exit_130(self):
+        with mock.patch.object(bh, "command_report", side_effect=KeyboardInterrupt):
+            self.assertEqual(self.main("report"), (130, "", "batch_harness: interrupted; run the same command again\n"))
 
     def test_what_a_server_says_cannot_steer_the_terminal(self):
         stream = io.StringIO()
