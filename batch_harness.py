@@ -2126,6 +2126,8 @@ class Client:
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
         name, words = type(error).__name__, self.mask(str(error))
+        if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
+            raise error
         if name == "SSLCertVerificationError":
             return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
         if isinstance(error, OverflowError):
@@ -2588,6 +2590,7 @@ DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
 # ====================================================================================================================
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
+NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
@@ -2806,6 +2809,8 @@ class Runner:
         self._in_flight, self._waiting, self._began, self.deadline = 0, 0, 0.0, math.inf
         self._refusals = 0                                          # in a row, that do not name the content
         self._begun = False                                         # the run's own row is on the ledger
+        self._threads: List[threading.Thread] = []
+        self._workers, self._most = 1, options.workers              # threads at work, or about to be; and at most
 
     # ---- the threads ----
 
@@ -2820,7 +2825,8 @@ class Runner:
         self._ready.extend(flight.first)
         before = self.catch_signals()
         try:
-            self._watch(self._started(), say)
+            self._start()
+            self._watch(say)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -2839,27 +2845,32 @@ class Runner:
         self._begun = self._begun or self.append_event("run", **header()) is not None
         return self._begun
 
-    def _started(self) -> List[threading.Thread]:
-        threads: List[threading.Thread] = []
-        for _ in range(self.options.workers):
-            thread = threading.Thread(target=self._thread, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                if not threads:
-                    raise HarnessError("cannot start a thread: %s; close other programs" % error)
-                break                                   # the system gives no more threads: those that run will do
-            threads.append(thread)
-        return threads
+    def _start(self) -> None:
+        """Start one more worker; where the system gives no more threads, those that run will do."""
+        thread = threading.Thread(target=self._thread, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self.lock:
+                self._one_less()
+            if not self._workers:
+                raise HarnessError("cannot start a thread: %s; close other programs" % error)
+        else:
+            with self.lock:
+                self._threads.append(thread)
 
-    def _watch(self, threads: List[threading.Thread], say: Speaker) -> None:
+    def _one_less(self) -> None:
+        self._workers -= 1
+        self._most = self._workers
+
+    def _watch(self, say: Speaker) -> None:
         """The main thread until the last worker has ended: signals, the disk, what is to be said."""
         synced = spoken = time.monotonic()
-        said = 0
+        said, threads = 0, self._threads
         while threads:
             threads[0].join(0.2)
-            threads = [thread for thread in threads if thread.is_alive()]
             with self.lock:
+                threads = self._threads = [thread for thread in self._threads if thread.is_alive()]
                 now = time.monotonic()
                 self.model.tick(now)
                 if self.signals:
@@ -2919,9 +2930,18 @@ class Runner:
                     if came is not None:
                         self._settle(*came)
                     errand = self._next()
+                    grows = errand is not None and not self._waiting and self._workers < self._most
+                    self._workers += grows
                 if errand is None:
                     return
-                came = errand, self._asked(*errand)
+                if grows:
+                    self._start()
+                result = self._asked(*errand)
+                if result is None:
+                    with self.lock:
+                        self._not_asked(errand)
+                    return
+                came = errand, result
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self.lock:
                 if not isinstance(error, HarnessError):
@@ -2959,6 +2979,19 @@ class Runner:
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
         return None
 
+    def _not_asked(self, errand: Errand) -> None:
+        """No file descriptor was left for a call: its worker ends, another one makes it."""
+        words = "too few files may be open for so many workers; raise `ulimit -n`, or lower --workers"
+        self._one_less()
+        self._in_flight -= 1
+        self.tally["calls"] -= 1
+        self._ready.appendleft(errand)
+        self._hint("files", words + " (going on with fewer)")
+        if self._workers:
+            self._work.notify()
+        else:
+            self.stop(words, STOPPED)
+
     def _spent(self, now: float) -> str:
         """Which budget of the run is used up, in words."""
         if self.tally["calls"] == self.options.max_calls:
@@ -2977,8 +3010,10 @@ class Runner:
                 self._ready.extend(flight.first if flight is not None else ())
         return bool(self._ready)
 
-    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed]:
-        """Make one call, without the lock: the row of its reply, ready to be written, or why none came."""
+    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed, None]:
+        """Make one call, without the lock: the row of its reply, ready to be written, or why none came; None where no
+        file descriptor was left to make it.
+        """
         params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
         prompt = build_prompt(ask.items, self.task, self.prompt_head)
         structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
@@ -2989,6 +3024,10 @@ class Runner:
             if failure.kind != "rejected":
                 return failure
             reply, refusal = Reply(None, REJECTED, failure.detail), failure
+        except OSError as error:
+            if error.errno not in NO_FILES:
+                raise
+            return None
         verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
         row = attempt_row(ask, reply, verdict, self.task, {
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
@@ -5694,6 +5733,7 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 
 
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
+WORKERS = checked("0*([1-9][0-9]{0,2}|10[01][0-9]|102[0-4])", "a whole number from 1 to 1024", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
 SHARE = checked(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float)
@@ -5750,7 +5790,7 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("--structured", "ask the endpoint for one object keyed by id, held to a schema", YES),
         ("--api-version", "of anthropic's API", dict(metavar="DATE", type=checked(
             r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str))),
-        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=POSITIVE, metavar="N")),
+        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=WORKERS, metavar="N")),
         ("--rpm", "calls a minute, at most", dict(type=POSITIVE, metavar="N")))],
     "batches and policy": [
         ("run emit", "--batch-size", "items a prompt (default 1)", dict(type=POSITIVE, default=1, metavar="N")),

@@ -2863,6 +2863,51 @@ class Runs(EndpointCase):
         self.assertEqual(self.ask(server, 40, "--workers", "5")[0], 0)
         self.assertEqual((server.most, len(server.requests)), (5, 40))
 
+    @unittest.skipUnless(os.name == "posix", "needs a limit on open files")
+    def test_too_few_file_descriptors_mean_fewer_workers_and_no_failed_call(self):
+        import resource
+        slow = self.serve(lambda prompt, n: (time.sleep(0.02), completion(reply_to_prompt(prompt)))[1])
+        self.items_file(200)
+        for more in (["openai:x", "--base-url", slow.base], ["cmd:sleep 0.1; echo '[]'", "--attempts", "1", "--limit", "40"]):
+            run = self.process("--input", "items.jsonl", "--workers", "64", "--ledger", "l%d.jsonl" % len(more), "--model", *more,
+                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24)))
+            out, err = run.communicate(timeout=60)
+            self.assertEqual(run.returncode, 0 if "openai:x" in more else 1, out + err)
+            self.assertEqual(err.count(b"raise `ulimit -n`"), 1, err)
+            self.assertIn(b" 0 calls without a reply", out)
+            self.assertEqual(self.rows("l%d.jsonl" % len(more), "failure"), [])
+
+    def test_a_call_without_a_file_descriptor_is_no_call_and_the_last_worker_stops(self):
+        self.items_file(9)
+        with mock.patch.object(bh.Demo, "__call__", side_effect=OSError(24, "Too many open files")):
+            code, out, err = self.main("--input", "items.jsonl", "--model", "demo", "--workers", "4")
+        self.assertEqual((code, len(self.bytes().splitlines())), (3, 1), err)
+        self.assertIn("stopped early: too few files may be open for so many workers; raise `ulimit -n`", out)
+        self.assertIn("9 of 9 items answered", self.main("--input", "items.jsonl", "--model", "demo")[1])
+
+    def test_threads_are_started_as_there_is_work_and_signals_are_heeded_meanwhile(self):
+        started, real = [], threading.Thread.start
+        with mock.patch.object(threading.Thread, "start", lambda thread: (started.append(threading.current_thread()), real(thread))[1]):
+            self.items_file(3)
+            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo:delay=0.2", "--workers", "1024")[0], 0)
+        self.assertLessEqual(len(started), 7)           # three at work, one that found nothing, and those that print
+        self.assertLessEqual(started.count(threading.main_thread()), 3)
+
+    def test_where_the_system_gives_no_more_threads_those_that_run_will_do(self):
+        real = threading.Thread.start
+
+        def start(thread):
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("can't start new thread")
+            real(thread)
+        self.items_file(9)
+        with mock.patch.object(threading.Thread, "start", start):
+            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--workers", "9")[0], 0)
+        os.remove("runs/ledger.jsonl")
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
+        self.assertEqual((code, err.splitlines()[-1]), (2, "batch_harness: cannot start a thread: can't start new thread; close other programs"))
+
     def test_limit_asks_so_many_items_and_is_no_failure(self):
         self.items_file(10)
         code, out, _ = self.main("--input", "items.jsonl", "--model", "demo", "--limit", "3", "--batch-size", "2")
@@ -5125,7 +5170,7 @@ class CommandLine(Case):
 
     def test_numbers_beyond_all_use_are_refused(self):
         self.items_file(1)
-        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--batch-size", "-1"]):
+        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--workers", "1025"], ["--batch-size", "-1"]):
             self.refused("--input", "items.jsonl", "--model", "demo", *words)
         self.refused("--input", "items.jsonl", "--model", "demo:delay=99999999999999999999")
 
