@@ -3297,7 +3297,8 @@ def timestamp() -> str:
 
 MAX_JOB_BYTES = 90_000_000              # of one job's requests: the least that providers take is 100 MB
 MAX_RESULTS = 1 << 30                   # bytes of one file of results
-POLL, MAX_POLL = 30.0, 300.0            # seconds between looks at a job, at first and at most
+FIRST_POLL, MAX_POLL = 2.0, 300.0       # seconds between looks at a job, at first and at most
+POLL = 30.0                             # seconds before another look where one has failed or told too little
 GRACE = 60.0                            # seconds between two looks for a job that may have been made
 NOT_MADE = frozenset({400, 401, 402, 403, 404, 413, 422})       # HTTP statuses that say that no job was made
 SKEW = 86400.0                          # seconds that the clocks here and there may differ
@@ -3808,7 +3809,7 @@ class Rounds:
         import random
         if not job.name:
             self._look_for(job)
-        pause = POLL
+        pause = FIRST_POLL
         while not self.runner.code and job.name and job.intent["key"] in self.state.jobs:
             try:
                 news = self._call(functools.partial(self._jobs.news, job.name))

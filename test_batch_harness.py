@@ -3183,11 +3183,13 @@ class Engine:
 
 
 class BatchJobs(EndpointCase):
-    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
+    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.FIRST_POLL = bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
+
+    USUAL = bh.FIRST_POLL, bh.MAX_POLL
 
     def setUp(self):
         super().setUp()
-        for name in ("POLL", "MAX_POLL", "GRACE"):
+        for name in ("FIRST_POLL", "POLL", "MAX_POLL", "GRACE"):
             patch = mock.patch.object(bh, name, 0.05)
             patch.start()
             self.addCleanup(patch.stop)
@@ -3710,6 +3712,14 @@ class BatchJobs(EndpointCase):
         engine.before = flaky
         code, out, err = self.jobs(engine, count=4)
         self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
+
+    def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_and_less_often(self):
+        engine, waits, real = self.engine(polls=20), [], bh.Rounds._wait
+        with mock.patch.multiple(bh, FIRST_POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
+                mock.patch.object(bh.Rounds, "_wait", lambda rounds, seconds, words: (waits.append(seconds), real(rounds, 0.0, words))[1]):
+            self.assertEqual(self.jobs(engine, count=4)[0], 0)
+        self.assertTrue(1.8 <= waits[0] <= 2.2 and 2.7 <= waits[1] <= 3.3, waits)
+        self.assertTrue(270 <= waits[-1] <= 330, waits)
 
     def test_an_interrupt_leaves_the_job_to_be_taken_up(self):
         engine = self.engine(polls=10 ** 6)
