@@ -51,9 +51,12 @@ import time
 
 def leave(words: bytes) -> None:
     """End this process at once, as an interrupted one, with a line for a terminal that may take nothing."""
+    def write() -> None:
+        os.write(2, words)
+        os._exit(130)
     try:
-        _thread.start_new_thread(os.write, (2, words))
-        time.sleep(0.1)
+        _thread.start_new_thread(write, ())
+        time.sleep(0.5)
     finally:
         os._exit(130)
 
@@ -2598,7 +2601,7 @@ MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for mor
 DOUBTFUL = 3                            # refused calls, one on an item's last resort, that end a run without success
 MAX_UNREAD = 100                        # texts that a terminal has not taken; beyond them they are dropped
 PATIENCE = 30.0                         # seconds in the end for a terminal or pipe that takes nothing
-SPEAKER = "speaker"                     # name of a thread that writes to it
+SPEAKER = "batch_harness speaker"       # name of a thread that writes to it
 Errand = Tuple["Flight", Ask]           # one call to make, and the flight that is told of its verdict
 
 
@@ -6223,6 +6226,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                    "drill": command_drill}.get(
             options.command, command_run)
         code = command(options, say, out)
+        out.finish()
         if out.full:
             say("batch_harness: standard output could not be written: no space is left; make room and type it again")
         return code or STOPPED * out.full

@@ -5134,6 +5134,14 @@ class CommandLine(Case):
             self.assertNotIn(b"Traceback", run.stderr + run.stdout, command)
             self.assertNotIn(b"BrokenPipe", run.stderr + run.stdout, command)
 
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs a full device")
+    def test_a_summary_that_finds_no_space_is_said_and_exit_three(self):
+        self.items_file(2)
+        with open("/dev/full", "wb") as full:
+            run = self.process("--input", "items.jsonl", "--model", "demo", stdout=full)
+        err = run.communicate(timeout=20)[1]
+        self.assertEqual((run.returncode, b"no space is left" in err, len(self.rows("runs/ledger.jsonl"))), (3, True, 2), err)
+
     def test_a_closed_standard_error_ends_up_nowhere(self):
         self.items_file(6)
         self.write("mine.py", "import json, os, re, time\ndef ask(prompt):\n    os.write(2, b'a warning of a library\\n')\n    time.sleep(0.1)\n"
