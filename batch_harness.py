@@ -2828,6 +2828,12 @@ class Runner:
         self._ready.extend(flight.first)
         before = self.catch_signals()
         try:
+            # The end of the first thread loads a library.  Where no file can be opened any more by then, glibc aborts
+            # the process (Python 3.8 and 3.9).
+            with contextlib.suppress(RuntimeError):
+                first = threading.Thread(target=int)
+                first.start()
+                first.join()
             self._start()
             self._watch(say)
         finally:
