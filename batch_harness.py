@@ -43,6 +43,28 @@ As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
 from __future__ import annotations
 
+import _thread
+import os
+import signal
+import sys
+import time
+
+
+def leave(words: bytes) -> None:
+    """End this process at once, as an interrupted one, with a line for a terminal that may take nothing."""
+    def write() -> None:
+        os.write(2, words)
+        os._exit(130)
+    try:
+        _thread.start_new_thread(write, ())
+        time.sleep(0.5)
+    finally:
+        os._exit(130)
+
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda number, frame: leave(b"batch_harness: interrupted; nothing was called\n"))
+
 import argparse
 import binascii
 import collections
@@ -57,13 +79,9 @@ import itertools
 import json
 import math
 import operator
-import os
 import re
-import signal
 import string
-import sys
 import threading
-import time
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Set, Tuple, Union)
 
@@ -1808,17 +1826,32 @@ def standing(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
     return "answered", row["answers"][dict(zip(row["text_sha"], row["batch"]))[digest[:32]]]
 
 
+LOCKED: Set[int] = set()        # descriptors of the ledgers that this process writes
+
+
+def let_go() -> None:
+    """In a child: the lock is its parent's, and would outlive the parent with this descriptor."""
+    while LOCKED:
+        os.close(LOCKED.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=let_go)
+
+
 class Ledger:
     """One append-only file of rows, one writer at a time.
 
     `append` writes a whole line, with one write where the disk takes it, and only then may the row take effect.  After
     a write has failed the next append first closes off the torn line, so that space made meanwhile saves what comes.
+    `astray` once its name leads to another file, or a part of it is gone.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.history = path, History()
         self._seq = self._crc = 0
-        self._unfinished = self._dirty = False
+        self._unfinished = self._dirty = self.astray = False
+        self._rescue = "%s.rescued-%d" % (path, time.time())
         if os.path.exists(path) and not os.path.isfile(path):
             raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
         locks = lock_module()                   # before the file is made: where there is none, no file is left
@@ -1829,11 +1862,13 @@ class Ledger:
             raise HarnessError("cannot write the ledger %s: %s; name another with --ledger" % (path, error.strerror))
         try:
             lock_file(self._fd, locks)
+            self._size = os.fstat(self._fd).st_size
         except OSError as error:
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
                 raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
             raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
+        LOCKED.add(self._fd)
 
     def replay(self, take: Callable[[Dict[str, Any]], Any]) -> None:
         """Hand every row to `take`, in order; HarnessError when the file holds no ledger."""
@@ -1852,6 +1887,7 @@ class Ledger:
             if written < len(data) - 1:         # else the row is there, and only its newline is not
                 raise
         finally:
+            self._size += written
             there = data[len(before):written].rstrip(b"\n")
             if written:
                 self._dirty, self._unfinished = True, bool(there) and written < len(data)
@@ -1859,16 +1895,36 @@ class Ledger:
                 self._seq, self._crc = self._seq + 1, binascii.crc32(there)
 
     def sync(self) -> None:
-        """Put what was appended on the disk; OSError where the disk refuses."""
-        if self._dirty:
-            self._dirty = False
+        """Put what was appended on the disk; OSError where the disk refuses, or others have meddled with the file."""
+        dirty, self._dirty = self._dirty, False
+        if dirty:
             os.fsync(self._fd)
+        mine = os.fstat(self._fd)
+        try:
+            same = os.path.samestat(os.stat(self.path), mine)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            if dirty or not self.astray:
+                os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+                with open(self._fd, "rb", closefd=False) as rows, open(self._rescue, "wb") as file:
+                    rows.seek(0)
+                    file.writelines(rows)
+            self.astray = True
+            raise OSError(errno.EIO, "another program has removed, renamed or replaced it; all of its rows are saved "
+                          "in %s, move that back" % self._rescue, self.path)
+        if mine.st_size < self._size:
+            self.astray = True
+            raise OSError(errno.EIO, "another program has cut it from %d to %d bytes; go back to a copy of it, or what "
+                          "is gone is asked again" % (self._size, mine.st_size), self.path)
 
     def close(self) -> None:
-        """Sync and let another process in."""
+        """Let another process in, after what was appended is on the disk."""
         try:
-            self.sync()
+            if self._dirty:
+                self.sync()
         finally:
+            LOCKED.discard(self._fd)
             os.close(self._fd)
 
 
@@ -2384,6 +2440,8 @@ class Client:
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
         name, words = type(error).__name__, self.mask(str(error))
+        if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
+            raise error
         if name == "SSLCertVerificationError":
             return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
         if isinstance(error, OverflowError):
@@ -2846,11 +2904,15 @@ DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
 # ====================================================================================================================
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
+NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
 DOUBTFUL = 3                            # refused calls, one on an item's last resort, that end a run without success
+MAX_UNREAD = 100                        # texts that a terminal has not taken; beyond them they are dropped
+PATIENCE = 30.0                         # seconds in the end for a terminal or pipe that takes nothing
+SPEAKER = "batch_harness speaker"       # name of a thread that writes to it
 Errand = Tuple["Flight", Ask]           # one call to make, and the flight that is told of its verdict
 
 
@@ -3061,6 +3123,8 @@ class Runner:
         self._in_flight, self._waiting, self._began, self.deadline = 0, 0, 0.0, math.inf
         self._refusals = 0                                          # in a row, that do not name the content
         self._begun = False                                         # the run's own row is on the ledger
+        self._threads: List[threading.Thread] = []
+        self._workers, self._most = 1, options.workers              # threads at work, or about to be; and at most
 
     # ---- the threads ----
 
@@ -3075,7 +3139,14 @@ class Runner:
         self._ready.extend(flight.first)
         before = self.catch_signals()
         try:
-            self._watch(self._started(), say)
+            # The end of the first thread loads a library.  Where no file can be opened any more by then, glibc aborts
+            # the process (Python 3.8 and 3.9).
+            with contextlib.suppress(RuntimeError):
+                first = threading.Thread(target=int)
+                first.start()
+                first.join()
+            self._start()
+            self._watch(say)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
@@ -3085,6 +3156,7 @@ class Runner:
                     self.append_failure(ask, refused.refusal)
             if self.tally["coalesced"]:
                 self.append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
+            self._guarded(lambda ledger: ledger.sync())
         if self._error is not None:
             raise self._error
 
@@ -3093,27 +3165,32 @@ class Runner:
         self._begun = self._begun or self.append_event("run", **header()) is not None
         return self._begun
 
-    def _started(self) -> List[threading.Thread]:
-        threads: List[threading.Thread] = []
-        for _ in range(self.options.workers):
-            thread = threading.Thread(target=self._thread, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                if not threads:
-                    raise HarnessError("cannot start a thread: %s; close other programs" % error)
-                break                                   # the system gives no more threads: those that run will do
-            threads.append(thread)
-        return threads
+    def _start(self) -> None:
+        """Start one more worker; where the system gives no more threads, those that run will do."""
+        thread = threading.Thread(target=self._thread, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self.lock:
+                self._one_less()
+            if not self._workers:
+                raise HarnessError("cannot start a thread: %s; close other programs" % error)
+        else:
+            with self.lock:
+                self._threads.append(thread)
 
-    def _watch(self, threads: List[threading.Thread], say: Speaker) -> None:
+    def _one_less(self) -> None:
+        self._workers -= 1
+        self._most = self._workers
+
+    def _watch(self, say: Speaker) -> None:
         """The main thread until the last worker has ended: signals, the disk, what is to be said."""
         synced = spoken = time.monotonic()
-        said = 0
+        said, threads = 0, self._threads
         while threads:
             threads[0].join(0.2)
-            threads = [thread for thread in threads if thread.is_alive()]
             with self.lock:
+                threads = self._threads = [thread for thread in self._threads if thread.is_alive()]
                 now = time.monotonic()
                 self.model.tick(now)
                 if self.signals:
@@ -3154,9 +3231,7 @@ class Runner:
             if self.signals and number == signal.SIGINT:
                 for pid in list(RUNNING):
                     kill_group(pid)
-                with contextlib.suppress(OSError):
-                    os.write(2, b"\nleft at once; what is on the ledger is safe: run the same command again\n")
-                os._exit(INTERRUPTED)
+                leave(b"\nleft at once; what is on the ledger is safe: run the same command again\n")
             self.signals.append(number)
         before: Dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -3175,9 +3250,18 @@ class Runner:
                     if came is not None:
                         self._settle(*came)
                     errand = self._next()
+                    grows = errand is not None and not self._waiting and self._workers < self._most
+                    self._workers += grows
                 if errand is None:
                     return
-                came = errand, self._asked(*errand)
+                if grows:
+                    self._start()
+                result = self._asked(*errand)
+                if result is None:
+                    with self.lock:
+                        self._not_asked(errand)
+                    return
+                came = errand, result
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self.lock:
                 if not isinstance(error, HarnessError):
@@ -3215,6 +3299,19 @@ class Runner:
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
         return None
 
+    def _not_asked(self, errand: Errand) -> None:
+        """No file descriptor was left for a call: its worker ends, another one makes it."""
+        words = "too few files may be open for so many workers; raise `ulimit -n`, or lower --workers"
+        self._one_less()
+        self._in_flight -= 1
+        self.tally["calls"] -= 1
+        self._ready.appendleft(errand)
+        self._hint("files", words + " (going on with fewer)")
+        if self._workers:
+            self._work.notify()
+        else:
+            self.stop(words, STOPPED)
+
     def _spent(self, now: float) -> str:
         """Which budget of the run is used up, in words."""
         if self.tally["calls"] == self.options.max_calls:
@@ -3233,8 +3330,10 @@ class Runner:
                 self._ready.extend(flight.first if flight is not None else ())
         return bool(self._ready)
 
-    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed]:
-        """Make one call, without the lock: the row of its reply, ready to be written, or why none came."""
+    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed, None]:
+        """Make one call, without the lock: the row of its reply, ready to be written, or why none came; None where no
+        file descriptor was left to make it.
+        """
         params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
         prompt = build_prompt(ask.items, self.task, self.prompt_head)
         structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
@@ -3245,6 +3344,10 @@ class Runner:
             if failure.kind != "rejected":
                 return failure
             reply, refusal = Reply(None, REJECTED, failure.detail), failure
+        except OSError as error:
+            if error.errno not in NO_FILES:
+                raise
+            return None
         verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
         row = attempt_row(ask, reply, verdict, self.task, {
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
@@ -3420,6 +3523,8 @@ class Speaker:
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.closed, self.full, self._drawn = stream, False, False, 0
+        self._texts: Any = None                                 # to be written by the thread, where there is one
+        self._thread: Optional[threading.Thread] = None
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
 
@@ -3444,21 +3549,53 @@ class Speaker:
 
     def live(self, text: str) -> None:
         """Draw the live line anew; an empty one is wiped away."""
-        if text or self._drawn:
+        if (text or self._drawn) and (not text or self._thread is None or self._texts.empty()):
             self._write("\r%s%s" % (text.ljust(self._drawn), "" if text else "\r"))
             self._drawn = len(text)
 
+    def aside(self) -> None:
+        """From here to `finish` a thread of its own writes: what nobody reads is dropped, and holds up nothing else."""
+        import queue
+        self._texts = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, name=SPEAKER, daemon=True)
+        with contextlib.suppress(RuntimeError):                 # the system gives no more threads: then without
+            thread.start()
+            self._thread = thread
+
+    def _serve(self) -> None:
+        for text in iter(self._texts.get, None):
+            self._print(text)
+
     def _write(self, text: str) -> None:
+        if self._thread is None:
+            self._print(text)
+        elif self._texts.qsize() < MAX_UNREAD:
+            self._texts.put(text)
+
+    def _print(self, text: str) -> None:
         """A stream that fails is not used again."""
-        if self._stream is not None and not self.closed:
+        stream = self._stream
+        if stream is not None and not self.closed:
             try:
-                self._stream.write(text)
-                self._stream.flush()
+                stream.write(text)
+                stream.flush()
             except (OSError, ValueError) as error:
                 self.closed, self.full = True, getattr(error, "errno", None) == errno.ENOSPC
 
     def finish(self) -> None:
-        """Keep the interpreter's last flush from failing on a stream that was closed."""
+        """Wait until all is written, for as long as somebody reads; keep Python's last flush from failing on a stream
+        that was closed.
+        """
+        thread, self._thread, left = self._thread, None, -1
+        if thread is not None:
+            self._texts.put(None)
+            try:
+                while thread.is_alive() and left != self._texts.qsize():
+                    left = self._texts.qsize()
+                    thread.join(PATIENCE)
+            finally:
+                if thread.is_alive():           # it hangs in a write, and so would whoever touches the stream
+                    self._stream = None
         try:
             if self._stream is not None:
                 self._stream.flush()
@@ -3480,7 +3617,8 @@ def timestamp() -> str:
 
 MAX_JOB_BYTES = 90_000_000              # of one job's requests: the least that providers take is 100 MB
 MAX_RESULTS = 1 << 30                   # bytes of one file of results
-POLL, MAX_POLL = 30.0, 300.0            # seconds between looks at a job, at first and at most
+FIRST_POLL, MAX_POLL = 2.0, 300.0       # seconds between looks at a job, at first and at most
+POLL = 30.0                             # seconds before another look where one has failed or told too little
 GRACE = 60.0                            # seconds between two looks for a job that may have been made
 NOT_MADE = frozenset({400, 401, 402, 403, 404, 413, 422})       # HTTP statuses that say that no job was made
 SKEW = 86400.0                          # seconds that the clocks here and there may differ
@@ -3991,7 +4129,7 @@ class Rounds:
         import random
         if not job.name:
             self._look_for(job)
-        pause = POLL
+        pause = FIRST_POLL
         while not self.runner.code and job.name and job.intent["key"] in self.state.jobs:
             try:
                 news = self._call(functools.partial(self._jobs.news, job.name))
@@ -5890,6 +6028,7 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 
 
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
+WORKERS = checked("0*([1-9][0-9]{0,2}|10[01][0-9]|102[0-4])", "a whole number from 1 to 1024", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
 SHARE = checked(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float)
@@ -5945,7 +6084,7 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("--structured", "ask the endpoint for one object keyed by id, held to a schema", YES),
         ("--api-version", "of anthropic's API", dict(metavar="DATE", type=checked(
             r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str))),
-        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=POSITIVE, metavar="N")),
+        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=WORKERS, metavar="N")),
         ("--rpm", "calls a minute, at most", dict(type=POSITIVE, metavar="N")))],
     "batches and policy": [
         ("run emit", "--batch-size", "items a prompt (default 1)", dict(type=POSITIVE, metavar="N")),
@@ -6231,13 +6370,17 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
     header = functools.partial(run_header, runner, frozen)
     if options.command == "emit":
         return emit_requests(runner, header, ledger, out)
+    say.aside()                     # what is paid for must not wait for a terminal
     if options.batch_api:
         runner = run_by_jobs(runner, header, ledger, say)
     else:
         runner.run(ledger, header, say)
+    say.finish()
+    out.aside()
     answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
                                     for flags in (ANSWERED, QUARANTINED, FROZEN))
-    summary = "%d of %d items answered, %d quarantined" % (answered, items, quarantined)
+    summary = "%d of %d items answered%s, %d quarantined" % (
+        answered, items, " (not all on the ledger)" * ledger.astray, quarantined)
     if runner.tally["calls"]:
         out("%s, %d pending" % (summary, items - answered - quarantined))
         out(spent_words(runner))
@@ -6368,6 +6511,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
                    "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(
                        options.command, command_run)
         code = command(options, say, out)
+        out.finish()
         if out.full:
             say("batch_harness: standard output could not be written: no space is left; make room and type it again")
         return code or STOPPED * out.full
@@ -6379,11 +6523,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         say("batch_harness: this Python has no module %s, and this command needs it; use another Python" % error.name)
         return USAGE
     except KeyboardInterrupt:
+        say("batch_harness: interrupted; run the same command again")
         return INTERRUPTED
     except BrokenPipeError:             # whoever read the export has seen enough
         return STOPPED
     except OSError as error:            # a disk that failed: what was answered is on the ledger
-        say("batch_harness: %s; nothing on the ledger is lost, run the same command again" % error)
+        say("batch_harness: %s; then run the same command again, what is on the ledger counts" % error)
         return STOPPED
     except Exception as error:          # no code but 3 says what is true: stopped, and the ledger can be gone on with
         import traceback
@@ -6396,5 +6541,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         out.finish()
 
 
+def program() -> None:
+    """The command line as a process, which ends with main's code, whatever a late Ctrl-C or a terminal does."""
+    heeded, code = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN, INTERRUPTED
+    with contextlib.suppress(KeyboardInterrupt):        # in main's own first or last steps
+        if heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main()
+    if heeded:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
+    if any(thread.name == SPEAKER for thread in threading.enumerate()):
+        os._exit(code)                  # Python's own last flush would wait for ever
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

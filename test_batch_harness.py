@@ -89,8 +89,9 @@ class Case(unittest.TestCase):
 
     def process(self, *argv, **options):
         options.setdefault("preexec_fn", usual_signals if os.name == "posix" else None)
-        return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, **options)
+        for stream in ("stdout", "stderr"):
+            options.setdefault(stream, subprocess.PIPE)
+        return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdin=subprocess.DEVNULL, **options)
 
     def bytes(self, path="runs/ledger.jsonl"):
         with open(path, "rb") as file:
@@ -1396,6 +1397,61 @@ class Ledgers(Case):
         self.assertEqual((code, out), (2, ""))
         self.assertIn("another process is writing runs/ledger.jsonl", err)
         self.assertEqual(self.run_demo()[0], 0)                 # the lock went with the process
+
+    @unittest.skipUnless(os.name == "posix", "an open file cannot be moved elsewhere")
+    def test_a_ledger_that_is_moved_away_stops_the_run_and_every_row_is_saved(self):
+        self.items_file(400)
+
+        def replaced():
+            self.write("other", "")
+            os.rename("other", "runs/ledger.jsonl")
+        for meddle in (lambda: os.remove("runs/ledger.jsonl"), lambda: os.rename("runs/ledger.jsonl", "runs/ledger.1"), replaced,
+                       lambda: os.rename("runs", "runs.old")):
+            run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.02", "--workers", "1")
+            self.wait_for(lambda: os.path.exists("runs/ledger.jsonl") and self.bytes().count(b"\n") > 3, "the first rows")
+            meddle()
+            out, err = run.communicate(timeout=30)
+            self.assertEqual((run.returncode, err.count(b"Traceback")), (3, 0), err)
+            saved = re.search("all of its rows are saved in (runs/ledger.jsonl.rescued-[0-9]+), move that back", out.decode())[1]
+            answered = int(re.search(r"([0-9]+) of 400 items answered \(not all on the ledger\)", out.decode())[1])
+            self.assertLess(answered, 400)
+            self.assertEqual(len(self.rows(saved)), answered)
+            self.assertEqual(self.main("audit", "--ledger", saved)[0], 0)
+            os.replace(saved, "runs/ledger.jsonl")
+            self.assertIn("%d answered, 0 quarantined, %d pending" % (answered, 400 - answered), self.run_demo("--dry-run")[1])
+            shutil.rmtree("runs")
+            shutil.rmtree("runs.old", ignore_errors=True)
+
+    def test_a_ledger_that_is_cut_by_another_stops_the_run_and_says_so(self):
+        self.items_file(400)
+        run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.02", "--workers", "1")
+        self.wait_for(lambda: os.path.exists("runs/ledger.jsonl") and self.bytes().count(b"\n") > 3, "the first rows")
+        self.write("runs/ledger.jsonl", "")
+        out, err = run.communicate(timeout=30)
+        self.assertEqual(run.returncode, 3, err)
+        self.assertRegex(out.decode(), r"another program has cut it from [0-9]+ to [0-9]+ bytes; go back to a copy of it")
+        self.assertIn("items answered (not all on the ledger)", out.decode())
+
+    @unittest.skipUnless(os.name == "posix", "an open file cannot be removed elsewhere")
+    def test_a_ledger_that_goes_after_the_last_sync_is_missed_at_the_end(self):
+        self.items_file(1)
+        self.write("mine.py", "import os, sys\ndef ask(prompt):\n    os.remove('runs/ledger.jsonl')\n    return 'x'\n")
+        code, out, err = self.run_demo("--attempts", "1", model="py:mine.py:ask")
+        self.assertEqual(code, 3, out + err)
+        self.assertIn("another program has removed, renamed or replaced it", out)
+
+    @unittest.skipUnless(hasattr(os, "fork"), "needs fork")
+    def test_a_child_of_the_model_does_not_keep_the_lock(self):
+        self.items_file(1)
+        self.write("mine.py", "import os, time\ndef ask(prompt):\n    pid = os.fork()\n    if not pid:\n        time.sleep(%s)\n        os._exit(0)\n"
+                   "    open('child', 'w').write(str(pid))\n    os.kill(os.getpid(), 9)\n" % MARK)
+        run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.assertEqual(run.wait(timeout=20), -9)
+        child = int(self.bytes("child"))
+        self.addCleanup(os.kill, child, signal.SIGKILL)
+        self.write("quiet.py", "def ask(prompt):\n    return ''\n")
+        code, out, err = self.run_demo(model="py:quiet.py:ask")
+        self.assertEqual(code, 1, out + err)
 
     def test_without_fcntl_the_lock_is_the_other_systems(self):
         calls = types.ModuleType("msvcrt")
@@ -2804,6 +2860,83 @@ class Runs(EndpointCase):
         self.assertEqual(run.wait(timeout=20), 130)
         self.assertEqual(len(self.rows("runs/ledger.jsonl")), len(server.requests))
 
+    IMPATIENT = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.PATIENCE = 0.3; bh.BACKOFF = 0.01; bh.program()" % HERE
+
+    def unread(self, server, stream, *more):
+        """A run with three calls in flight, one of whose streams is a pipe that is full by then and that nobody reads."""
+        import select
+        ours, theirs = os.pipe()
+        self.addCleanup(os.close, ours)
+        self.items_file(40)
+        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
+                                "--workers", "3", *more], preexec_fn=usual_signals, stdin=subprocess.DEVNULL,
+                               **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: theirs})
+        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
+        while select.select([], [theirs], [], 0)[1]:
+            os.write(theirs, b"x" * 4096)
+        os.close(theirs)
+        return run, ours
+
+    @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
+    def test_a_frozen_terminal_holds_up_neither_signals_nor_time_outs(self):
+        import pty
+        import termios
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        server = self.serve(lambda prompt, n: (gate.wait(20) if n > 4 else None, completion(reply_to_prompt(prompt)))[1])
+        self.items_file(40)
+        ours, theirs = pty.openpty()
+        self.addCleanup(os.close, ours)
+        self.addCleanup(os.close, theirs)
+        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
+                                "--workers", "3", "--timeout", "1s"], preexec_fn=usual_signals, stdin=theirs, stdout=theirs, stderr=theirs)
+        self.addCleanup(run.kill)
+        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
+        termios.tcflow(theirs, termios.TCOOFF)                          # as Ctrl-S does
+        self.wait_for(lambda: len(self.rows("runs/ledger.jsonl", "failure")) == 3, "the time-outs")
+        run.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(timeout=20), 130)
+        self.assertIn(len(server.requests), (7, 8, 9, 10))
+        self.assertEqual(len(self.rows("runs/ledger.jsonl")), 4)
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_a_second_interrupt_leaves_although_its_words_find_no_room(self):
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        run, _ = self.unread(self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1]), "stderr")
+        self.addCleanup(run.kill)
+        for _ in range(2):
+            run.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        self.assertEqual(run.wait(timeout=5), 130)
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_a_run_ends_with_its_code_although_nobody_reads_its_summary(self):
+        for stream in ("stdout", "stderr"):
+            gate = threading.Event()
+            self.addCleanup(gate.set)
+            server = self.serve(lambda prompt, n, gate=gate: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
+            run, _ = self.unread(server, stream, "--max-calls", "9")
+            self.addCleanup(run.kill)
+            gate.set()
+            self.assertEqual(run.wait(timeout=15), 3)
+            self.assertEqual(len(self.rows("runs/ledger.jsonl")), 9)
+            os.remove("runs/ledger.jsonl")
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_who_reads_slowly_gets_the_whole_summary(self):
+        gate = threading.Event()
+        server = self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
+        with mock.patch.object(self, "IMPATIENT", self.IMPATIENT.replace("0.3", "20")):
+            run, ours = self.unread(server, "stdout")
+        gate.set()
+        self.wait_for(lambda: len(self.rows("runs/ledger.jsonl")) == 40, "the last reply")
+        time.sleep(0.5)
+        self.assertIsNone(run.poll())
+        seen = b"".join(iter(lambda: os.read(ours, 4096), b""))
+        self.assertEqual(run.wait(timeout=20), 0)
+        self.assertRegex(seen.decode(), r"x\n?40 of 40 items answered, 0 quarantined, 0 pending\nthis run: 40 calls[^\n]+\nnext: [^\n]+\n\Z")
+
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
     def test_on_a_terminal_one_live_line_says_how_far_it_is(self):
@@ -2872,6 +3005,51 @@ class Runs(EndpointCase):
         server = self.serve(script)
         self.assertEqual(self.ask(server, 40, "--workers", "5")[0], 0)
         self.assertEqual((server.most, len(server.requests)), (5, 40))
+
+    @unittest.skipUnless(os.name == "posix", "needs a limit on open files")
+    def test_too_few_file_descriptors_mean_fewer_workers_and_no_failed_call(self):
+        import resource
+        slow = self.serve(lambda prompt, n: (time.sleep(0.02), completion(reply_to_prompt(prompt)))[1])
+        self.items_file(200)
+        for more in (["openai:x", "--base-url", slow.base], ["cmd:sleep 0.1; echo '[]'", "--attempts", "1", "--limit", "20"]):
+            run = self.process("--input", "items.jsonl", "--workers", "64", "--ledger", "l%d.jsonl" % len(more), "--model", *more,
+                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24)))
+            out, err = run.communicate(timeout=60)
+            self.assertEqual(run.returncode, 0 if "openai:x" in more else 1, out + err)
+            self.assertEqual(err.count(b"raise `ulimit -n`"), 1, err)
+            self.assertIn(b" 0 calls without a reply", out)
+            self.assertEqual(self.rows("l%d.jsonl" % len(more), "failure"), [])
+
+    def test_a_call_without_a_file_descriptor_is_no_call_and_the_last_worker_stops(self):
+        self.items_file(9)
+        with mock.patch.object(bh.Demo, "__call__", side_effect=OSError(24, "Too many open files")):
+            code, out, err = self.main("--input", "items.jsonl", "--model", "demo", "--workers", "4")
+        self.assertEqual((code, len(self.bytes().splitlines())), (3, 1), err)
+        self.assertIn("stopped early: too few files may be open for so many workers; raise `ulimit -n`", out)
+        self.assertIn("9 of 9 items answered", self.main("--input", "items.jsonl", "--model", "demo")[1])
+
+    def test_threads_are_started_as_there_is_work_and_signals_are_heeded_meanwhile(self):
+        started, real = [], threading.Thread.start
+        with mock.patch.object(threading.Thread, "start", lambda thread: (started.append(threading.current_thread()), real(thread))[1]):
+            self.items_file(3)
+            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo:delay=0.2", "--workers", "1024")[0], 0)
+        self.assertLessEqual(len(started), 8)           # three at work, one that found nothing, one before, and those that print
+        self.assertLessEqual(started.count(threading.main_thread()), 4)
+
+    def test_where_the_system_gives_no_more_threads_those_that_run_will_do(self):
+        real = threading.Thread.start
+
+        def start(thread):
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("can't start new thread")
+            real(thread)
+        self.items_file(9)
+        with mock.patch.object(threading.Thread, "start", start):
+            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--workers", "9")[0], 0)
+        os.remove("runs/ledger.jsonl")
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
+        self.assertEqual((code, err.splitlines()[-1]), (2, "batch_harness: cannot start a thread: can't start new thread; close other programs"))
 
     def test_limit_asks_so_many_items_and_is_no_failure(self):
         self.items_file(10)
@@ -3148,11 +3326,13 @@ class Engine:
 
 
 class BatchJobs(EndpointCase):
-    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
+    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.FIRST_POLL = bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
+
+    USUAL = bh.FIRST_POLL, bh.MAX_POLL
 
     def setUp(self):
         super().setUp()
-        for name in ("POLL", "MAX_POLL", "GRACE"):
+        for name in ("FIRST_POLL", "POLL", "MAX_POLL", "GRACE"):
             patch = mock.patch.object(bh, name, 0.05)
             patch.start()
             self.addCleanup(patch.stop)
@@ -3675,6 +3855,14 @@ class BatchJobs(EndpointCase):
         engine.before = flaky
         code, out, err = self.jobs(engine, count=4)
         self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
+
+    def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_and_less_often(self):
+        engine, waits, real = self.engine(polls=20), [], bh.Rounds._wait
+        with mock.patch.multiple(bh, FIRST_POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
+                mock.patch.object(bh.Rounds, "_wait", lambda rounds, seconds, words: (waits.append(seconds), real(rounds, 0.0, words))[1]):
+            self.assertEqual(self.jobs(engine, count=4)[0], 0)
+        self.assertTrue(1.8 <= waits[0] <= 2.2 and 2.7 <= waits[1] <= 3.3, waits)
+        self.assertTrue(270 <= waits[-1] <= 330, waits)
 
     def test_an_interrupt_leaves_the_job_to_be_taken_up(self):
         engine = self.engine(polls=10 ** 6)
@@ -5206,6 +5394,14 @@ class CommandLine(Case):
             self.assertNotIn(b"Traceback", run.stderr + run.stdout, command)
             self.assertNotIn(b"BrokenPipe", run.stderr + run.stdout, command)
 
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs a full device")
+    def test_a_summary_that_finds_no_space_is_said_and_exit_three(self):
+        self.items_file(2)
+        with open("/dev/full", "wb") as full:
+            run = self.process("--input", "items.jsonl", "--model", "demo", stdout=full)
+        err = run.communicate(timeout=20)[1]
+        self.assertEqual((run.returncode, b"no space is left" in err, len(self.rows("runs/ledger.jsonl"))), (3, True, 2), err)
+
     def test_a_closed_standard_error_ends_up_nowhere(self):
         self.items_file(6)
         self.write("mine.py", "import json, os, re, time\ndef ask(prompt):\n    os.write(2, b'a warning of a library\\n')\n    time.sleep(0.1)\n"
@@ -5227,6 +5423,24 @@ class CommandLine(Case):
             self.assertEqual(run.returncode, code, run.stderr)
             self.assertNotIn(b"Traceback", run.stderr)
 
+    @unittest.skipUnless(os.name == "posix", "sends signals")
+    def test_an_interrupt_while_python_starts_or_ends_is_no_traceback(self):
+        interrupt = "import os, signal, time\n%sos.kill(os.getpid(), signal.SIGINT)\n"
+        self.items_file(1)
+        os.mkdir("copy")
+        shutil.copy(PROGRAM, "copy")
+        self.write("copy/argparse.py", interrupt % "")
+        run = subprocess.run([sys.executable, "copy/batch_harness.py", "--version"], capture_output=True, preexec_fn=usual_signals)
+        self.assertEqual((run.returncode, run.stdout, run.stderr), (130, b"", b"batch_harness: interrupted; nothing was called\n"))
+        self.write("mine.py", "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ndef ask(prompt):\n    return ''\n")
+        run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask")
+        out, err = run.communicate(timeout=20)
+        self.assertEqual((run.returncode, b"Traceback" in err), (1, False), err)
+
+    def test_an_interrupt_of_a_command_is_one_line_and_exit_130(self):
+        with mock.patch.object(bh, "command_report", side_effect=KeyboardInterrupt):
+            self.assertEqual(self.main("report"), (130, "", "batch_harness: interrupted; run the same command again\n"))
+
     def test_what_a_server_says_cannot_steer_the_terminal(self):
         stream = io.StringIO()
         bh.Speaker(stream)("a\x1b]0;x\x07b\x9bc\td\ne")
@@ -5234,7 +5448,7 @@ class CommandLine(Case):
 
     def test_numbers_beyond_all_use_are_refused(self):
         self.items_file(1)
-        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--batch-size", "-1"]):
+        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--workers", "1025"], ["--batch-size", "-1"]):
             self.refused("--input", "items.jsonl", "--model", "demo", *words)
         self.refused("--input", "items.jsonl", "--model", "demo:delay=99999999999999999999")
 
