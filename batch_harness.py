@@ -2997,11 +2997,12 @@ class Runner:
         code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
         alike = [row for row in rows if row["verdict"] == code]
         most, advice = "", ADVICE.get(code, "change the instruction, --batch-size or --model")
+        where = " in a row" if self.proven() else ""
         if code == "bad_value":             # its detail begins with the item
             values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
             most = "; most often: " + counts(dict(values.most_common(3)))
         return "%d calls%s brought no acceptable reply, as for %s%s; %s (--keep-going goes on all the same)" % (
-            len(rows), " in a row" * self.proven(), reply_words(alike[-1], 200), most, advice)
+            len(rows), where, reply_words(alike[-1], 200), most, advice)
 
     def confirm(self) -> None:
         """Put into quarantine what was held back: a reply has been accepted since, or nothing is left to be asked."""
@@ -5140,6 +5141,7 @@ class Auditor:
         self.open: Set[str] = set()                                 # keys of jobs that are not collected
         self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
         self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
+        self._failed: Set[int] = set()                              # hashes of what was asked and of the verdict
         self._runs: Dict[str, Mapping[str, Any]] = {}
 
     def take(self, line: Line) -> None:
@@ -5178,6 +5180,11 @@ class Auditor:
 
     def _attempt(self, row: Mapping[str, Any], fault: Callable[[str], None]) -> None:
         self._count(row)
+        if row["verdict"] != "ok":
+            came = hash((row["run"], row.get("arm"), *row["batch"], row["attempt"], row["verdict"]))
+            if row["event"] == "quarantine" and came not in self._failed:
+                fault("it quarantines items, and no reply about them that came before has its verdict")
+            self._failed.add(came)
         task = self.tasks.get(row["run"])
         if row["run"] not in self.tasks:
             fault("no run row %s stands before it" % shown(row["run"]))
@@ -5750,10 +5757,10 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
              dict(choices=("single", "split", "exclude"), default="single")),
             ("--retry-param", "change the request from the second attempt on",
              dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
-            ("--keep-going", "do not stop when %d calls at first, or %d in a row, bring no acceptable reply" % (
-                AT_FIRST, IN_A_ROW), YES),
             ("--max-calls", "make at most N calls now", dict(type=POSITIVE, metavar="N")),
             ("--deadline", "begin no call after this time", dict(type=SECONDS, metavar="DURATION")))),
+        ("run trial collect", "--keep-going", "where %d calls at first, or later %d in a row, bring no acceptable reply" % (
+            AT_FIRST, IN_A_ROW), YES),
         ("run emit", "--retry-quarantined", "ask quarantined items again, each alone", YES),
         ("run emit apply", "--limit", "at most N items (apply: rows) now", dict(type=POSITIVE, metavar="N")),
         (ASKING + " apply", "--dry-run", "call and write nothing; show the counts, and the first prompt", YES),
@@ -5976,9 +5983,10 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         alone = min(asked, quarantined) if options.retry_quarantined else 0         # each in a call of its own
         calls = alone + -(-(asked - alone) // size)
         most = calls * options.attempts
-        if size > 1:
-            split = options.on_failure == "split"
-            most += (asked - alone) * (options.attempts + split) * (options.on_failure != "exclude")
+        if size > 1 and options.on_failure != "exclude":
+            most += (asked - alone) * options.attempts
+            if options.on_failure == "split":
+                most += asked - alone
         runner.tally["pending"] += asked
         bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
         if options.batch_chars is not None or state.open or (options.limit and alone):

@@ -4628,6 +4628,16 @@ class AuditAndApply(EndpointCase):
         self.write("e.jsonl", b"\n".join(lines[:-1] + [lines[place], b""]))
         self.assertIn("item %s was accepted before" % name, self.audit("--ledger", "e.jsonl")[1])
 
+    def test_a_quarantine_without_the_reply_that_failed_does_not_hold(self):
+        self.items_file(1)
+        self.main("--input", "items.jsonl", "--model", "demo:empty=1", "--ledger", "l.jsonl")
+        self.assertRegex(self.audit("--ledger", "l.jsonl")[1], "returned 1 = accepted 0 . quarantined 1\n")
+        for change in ({"verdict": "not_json"}, {"attempt": 3}, {"batch": [bh.item_id("x")], "quarantined": [bh.item_id("x")], "text_sha": [bh.text_digest("x")[:32]]}):
+            self.edited(3, lambda row: row.update(change))
+            code, out = self.audit("--ledger", "e.jsonl")
+            self.assertEqual(code, 1)
+            self.assertIn("e.jsonl:4: it quarantines items, and no reply", out)
+
     def test_a_line_that_was_cut_and_closed_off_is_no_fault(self):
         for keep in (0, 1, 3):
             self.run_(8)
