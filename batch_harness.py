@@ -5759,7 +5759,7 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
              dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
             ("--max-calls", "make at most N calls now", dict(type=POSITIVE, metavar="N")),
             ("--deadline", "begin no call after this time", dict(type=SECONDS, metavar="DURATION")))),
-        ("run trial collect", "--keep-going", "where %d calls at first, or later %d in a row, bring no acceptable reply" % (
+        ("run trial collect", "--keep-going", "where %d calls at first, or %d in a row, bring no acceptable reply" % (
             AT_FIRST, IN_A_ROW), YES),
         ("run emit", "--retry-quarantined", "ask quarantined items again, each alone", YES),
         ("run emit apply", "--limit", "at most N items (apply: rows) now", dict(type=POSITIVE, metavar="N")),
