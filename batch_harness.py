@@ -3095,12 +3095,12 @@ class Runner:
         if failure.wait is not None and failure.wait > min(MAX_WAIT, self.deadline - now):
             until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
             self.stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
-        elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
-            self.stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
         elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
             self._ready.extendleft(reversed(flight.told(ask, REJECTED)))    # not asked again like this
             if ask.last_form:
                 self.left.update(dict.fromkeys(ask.ids, failure.detail))
+        elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
+            self.stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
         else:
             self._hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
             self._delayed.append((now + wait, errand))

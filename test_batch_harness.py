@@ -2257,6 +2257,11 @@ class Models(EndpointCase):
         self.assertIn("8 of 9 items answered, 0 quarantined, 1 pending", out)
         self.assertRegex(out, "stopped early: 1 items got no reply after 3 tries, such as %s .HTTP 500: Boom" % bh.item_id("text number 4"))
         self.assertEqual(self.ask(self.serve(), 9, "--batch-size", "3")[0], 0)
+        os.remove("runs/ledger.jsonl")
+        server = self.serve(lambda prompt, n: (500, b"", {}) if "number 4<" in prompt else completion(reply_to_prompt(prompt)))
+        out = self.ask(server, 6, "--batch-size", "3")[1]                           # nothing else is left to succeed
+        self.assertIn("5 of 6 items answered", out)
+        self.assertIn("1 items got no reply after 10 tries, such as " + bh.item_id("text number 4"), out)
 
     def test_an_endpoint_that_is_not_there_ends_the_run_soon(self):
         server = self.serve()
