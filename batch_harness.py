@@ -1275,7 +1275,7 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
 # ====================================================================================================================
 
 class Policy(NamedTuple):
-    """attempts: how often the same items are asked together; on_failure: then ('single', 'split', 'exclude')."""
+    """attempts: how often a batch is asked, and an item alone; on_failure: ('single', 'split', 'exclude')."""
 
     attempts: int = 2
     on_failure: str = "single"
@@ -1341,11 +1341,17 @@ def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] =
     if last_form or code == "ok":
         return
     parts = [(item,) for item in batch] if policy.on_failure == "single" else _halves(tuple(batch))
-    while parts:
-        asks = [Ask(part, 1, True, len(part) == 1, True, name, nominal) for part in parts]
+    left = [(part, 1) for part in parts]
+    while left:
+        asks = [Ask(part, attempt, True, len(part) == 1, len(part) > 1 or attempt == policy.attempts, name, nominal)
+                for part, attempt in left]
         codes = yield asks
-        failed = [ask.items for ask, code in zip(asks, codes) if code != "ok"]
-        parts = [half for part in failed if len(part) > 1 for half in _halves(part)]
+        left = []
+        for ask, code in zip(asks, codes):
+            if len(ask.items) > 1 and code != "ok":
+                left += [(half, 1) for half in _halves(ask.items)]
+            elif code != "ok" and not ask.quarantines(code):
+                left.append((ask.items, ask.attempt + 1))
 
 
 def _halves(part: Tuple[Item, ...]) -> List[Tuple[Item, ...]]:
@@ -1408,8 +1414,8 @@ DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
 NEEDED: Dict[str, Dict[str, Any]] = {                           # members that readers rely on, by kind of row
     "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
-    "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
-                "run": str, "batch_id": str, "form": str},
+    **{event: {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
+               "run": str, "batch_id": str, "form": str} for event in ("attempt", "quarantine")},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
 # Of apply, for each answered item; where several rows hold its text, the first of these that one of them came to.
 OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
@@ -1461,6 +1467,12 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: M
         "reply": reply.text if isinstance(reply.text, str) else None})
 
 
+def set_aside(row: Mapping[str, Any]) -> Dict[str, Any]:
+    """The members of the row that quarantines the items of an attempt later, whose own row holds that back."""
+    names = (*NEEDED["quarantine"], "model_string", "quarantined", "detail", "arm", "job", "text_sha")
+    return {name: row[name] for name in names if name in row}
+
+
 def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
     """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
     return {"batch": list(ask.ids), "text_sha": [item.digest[:32] for item in ask.items],
@@ -1503,7 +1515,7 @@ def is_row(row: Any) -> bool:
             and all(isinstance(name, str) for name in row.get("batch", []))
             and row.get("size", 1) > 0 and row.get("attempt", 1) > 0):
         return False
-    if row["event"] != "attempt":
+    if row["event"] not in ("attempt", "quarantine"):
         named = [name for word in OUTCOMES for name in row.get(word, [])]
         return all(isinstance(name, str) for name in named) and (row["event"] != "job" or _is_job(row))
     batch, digests, accepted = row["batch"], row.get("text_sha"), row["verdict"] == "ok"
@@ -1512,7 +1524,9 @@ def is_row(row: Any) -> bool:
             or not isinstance(row.get("answers", {}), dict)
             or (accepted and set(row["answers"]) != set(batch))):
         return False
-    if not accepted and "quarantined" not in row:
+    if row["event"] == "quarantine":
+        return not accepted and row.get("quarantined") == batch and _fit(batch, digests)
+    if not accepted and "quarantined" not in row and digests is None:
         return True
     return row.get("quarantined", batch) == batch and _fit(batch, digests)
 
@@ -1642,9 +1656,10 @@ class State:
             self.demo = is_demo(row["model"])
             if row["fingerprint"] == self.task.fingerprint and "arms" in row:
                 self.sizes = row["arms"]
-        elif row["event"] == "attempt":
+        elif row["event"] in ("attempt", "quarantine"):
             mine = row["task"] == self.task.fingerprint
-            if mine and row["size"] == row["attempt"] == 1 and not row["fallback"]:
+            single = row["size"] == row["attempt"] == 1 and not row["fallback"]
+            if mine and single and row["event"] == "attempt":
                 self.singles[self._models.get(row["run"], "?")] += 1
             if row.get("arm") != self.arm:
                 return []
@@ -1709,7 +1724,8 @@ class State:
         if name not in self.open and (row["fallback"] or final):
             return                              # the batch is settled, or this call settles all of it
         opened = self.open.setdefault(name, OpenBatch(ids, row["size"], set(ids), {}))
-        opened.codes[ids, row["attempt"]] = row["verdict"]
+        # What is in quarantine is not asked again, whatever attempts today's policy has left.
+        opened.codes[ids, row["attempt"]] = REJECTED if "quarantined" in row else row["verdict"]
         if final:
             opened.left.difference_update(ids)
             if not opened.left:
@@ -2009,6 +2025,7 @@ class Settings(NamedTuple):
     on_failure: str = "single"
     retry_param: Pairs = ()
     retry_quarantined: bool = False
+    keep_going: bool = False
     limit: Optional[int] = None
     max_calls: Optional[int] = None
     deadline: Optional[float] = None            # seconds
@@ -2909,10 +2926,17 @@ OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls 
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
-DOUBTFUL = 3                            # refused calls, one on an item's last resort, that end a run without success
 MAX_UNREAD = 100                        # texts that a terminal has not taken; beyond them they are dropped
 PATIENCE = 30.0                         # seconds in the end for a terminal or pipe that takes nothing
 SPEAKER = "batch_harness speaker"       # name of a thread that writes to it
+AT_FIRST, IN_A_ROW = 20, 50             # calls without an acceptable reply that end a run, before and after the first
+ADVICE = {                              # by the verdict that most of them got
+    "empty_reply": "the endpoint or the model may be down, or the token limit too low: go on later, or change --model",
+    "truncated": "raise --max-tokens, or take a smaller --batch-size",
+    "refused": "change the instruction or --model, or leave these texts out",
+    "rejected": "check the account, --model, --param and these texts",
+    "bad_value": "change the labels or the instruction",
+}
 Errand = Tuple["Flight", Ask]           # one call to make, and the flight that is told of its verdict
 
 
@@ -2922,7 +2946,7 @@ class Judged(NamedTuple):
     row: Dict[str, Any]
     parts: Tuple[str, str]                      # of the row, as the ledger writes it
     cut: bool                                   # the endpoint seems to have read only a part of the prompt
-    refusal: Optional[CallFailed] = None        # the endpoint refused it, for its content or for everybody's
+    certain: bool = False                       # the endpoint refused it, and says that it did so for its content
 
 
 class Flight:
@@ -2933,12 +2957,15 @@ class Flight:
         self._steps, self.arm, self._codes = steps, arm, dict(known)
         self._asks = next(steps)
         self.failures: Counter[Ask] = collections.Counter()         # calls without a reply
+        self.over: Set[str] = set()                                 # items whose last call has failed
         self.first = self._open()
 
     def _open(self) -> List[Errand]:
         """The calls without a verdict, in the first step that has any."""
         while self._asks:
             codes = [self._codes.get((ask.ids, ask.attempt), "") for ask in self._asks]
+            for ask, code in zip(self._asks, codes):
+                self.over.update(ask.ids if code and ask.quarantines(code) else ())
             if "" in codes:
                 return [(self, ask) for ask, code in zip(self._asks, codes) if not code]
             self._asks = advance(self._steps, codes)
@@ -3025,8 +3052,8 @@ class Pending:
         if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in unsettled):
             return self._for_batches(group.values())
         self._side.append(flight)
-        # What the batch has already put in quarantine is not part of the flight, and may be wanted again.
-        return self._for_batches(item for item in group.values() if self._flags(item) & QUARANTINED)
+        # What is in quarantine may be wanted again; what was held back from it begins anew.
+        return self._for_batches(group[name] for name in opened.ids if name in flight.over)
 
     def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
         """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
@@ -3118,10 +3145,12 @@ class Runner:
         self._work = threading.Condition(self.lock)                # notified of all that a waiting thread may act on
         self._ready: Deque[Errand] = collections.deque()
         self._delayed: List[Tuple[float, Errand]] = []
-        self._doubtful: List[Tuple[Errand, Judged]] = []            # refused while no call had succeeded
+        self._fruitless: Deque[Dict[str, Any]] = collections.deque(maxlen=IN_A_ROW)     # rows since one was accepted
+        self._held: List[Dict[str, Any]] = []                       # and of these, the ones that are to quarantine
+        self.examples: Dict[str, Dict[str, Any]] = {}               # verdict -> the first row that has it
+        self.left: Dict[str, str] = {}                              # item that got no reply -> why
         self.prompt_head = prompt_head(task)
         self._in_flight, self._waiting, self._began, self.deadline = 0, 0, 0.0, math.inf
-        self._refusals = 0                                          # in a row, that do not name the content
         self._begun = False                                         # the run's own row is on the ledger
         self._threads: List[threading.Thread] = []
         self._workers, self._most = 1, options.workers              # threads at work, or about to be; and at most
@@ -3151,9 +3180,6 @@ class Runner:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with self.lock:
-            for (_, ask), refused in self._doubtful:    # it is not known why: that says nothing about their items
-                if refused.refusal is not None:
-                    self.append_failure(ask, refused.refusal)
             if self.tally["coalesced"]:
                 self.append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
             self._guarded(lambda ledger: ledger.sync())
@@ -3273,10 +3299,9 @@ class Runner:
         while not self.code:
             now = time.monotonic()
             ready, opens, spent = self._fill(now), self.pace.opens(self._in_flight), self._spent(now)
-            if self.tally["refused"] >= DOUBTFUL and self._doubtful and not self.proven():
-                if not self._in_flight:         # else one of those may still succeed
-                    self.stop("%d calls were refused and none has succeeded (%s); check model, --param and texts" % (
-                        self.tally["refused"], self._doubtful[-1][1].row.get("detail")), STOPPED)
+            if self.in_vain():
+                if not self._in_flight:         # else one of those may still be accepted
+                    self.stop(self.in_vain_words(), STOPPED)
                     continue
                 opens = math.inf
             if spent and (ready or self._delayed):
@@ -3292,9 +3317,8 @@ class Runner:
                 self._waiting += 1
                 self._work.wait(min(max(0.0, until - now), 60))     # bounded, since infinity is no time to wait
                 self._waiting -= 1
-            elif self._doubtful:
-                self._reject_doubtful()
             else:
+                self.confirm()
                 break
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
         return None
@@ -3337,13 +3361,13 @@ class Runner:
         params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
         prompt = build_prompt(ask.items, self.task, self.prompt_head)
         structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
-        refusal: Optional[CallFailed] = None
+        certain = False
         try:
             reply = self.model.call(prompt, {**structure, **params})
         except CallFailed as failure:
             if failure.kind != "rejected":
                 return failure
-            reply, refusal = Reply(None, REJECTED, failure.detail), failure
+            reply, certain = Reply(None, REJECTED, failure.detail), failure.certain
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
@@ -3352,7 +3376,7 @@ class Runner:
         row = attempt_row(ask, reply, verdict, self.task, {
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
             "arm": flight.arm, "prompt_sha": prompt_digest(prompt)})
-        return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), refusal)
+        return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), certain)
 
     # ---- what a call came to ----
 
@@ -3361,13 +3385,9 @@ class Runner:
         self._in_flight -= 1
         if isinstance(came, CallFailed):
             self._failed(errand, came)
-        elif came.refusal is not None:
-            self._refused(errand, came, came.refusal)
         else:
             self.pace.replied()
             self.tally["replies"] += 1
-            self._refusals = 0
-            self._reject_doubtful()
             self._record(*errand, came)
             if came.cut:
                 self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a "
@@ -3377,36 +3397,38 @@ class Runner:
         if self._waiting:
             self._work.notify(1 + len(self._ready) + len(self._delayed))
 
-    def _refused(self, errand: Errand, judged: Judged, refusal: CallFailed) -> None:
-        """A refusal is a verdict on the content, unless all calls may be refused: while none to this model has
-        succeeded, what would quarantine is put aside; later many in a row, which name no content, stop the run.
-        """
-        self.tally["refused"] += 1
-        self._refusals += not refusal.certain
-        if not self.proven() and errand[1].quarantines(REJECTED):
-            self._doubtful.append((errand, judged))
-        else:
-            self._record(*errand, judged)
-        if self._refusals >= MAX_STRIKES:
-            self.stop("%d calls in a row were refused (%s); check the account, then ask again what they put into "
-                       "quarantine (--retry-quarantined), or leave these texts out" % (
-                           self._refusals, refusal.detail), STOPPED)
-
     def proven(self) -> bool:
-        """Whether a call to this model has succeeded, in this run or an earlier one of the ledger."""
-        return bool(self.tally["replies"]) or any(
-            model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
+        """Whether a reply of this model has been accepted, in this run or an earlier one of the ledger."""
+        return any(model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
 
-    def _reject_doubtful(self) -> None:
-        """Nothing speaks against it that these calls were refused for their content: a verdict, like any other."""
-        doubtful, self._doubtful = self._doubtful, []
-        for errand, refused in doubtful:
-            self._record(*errand, refused)
+    def in_vain(self) -> bool:
+        """Whether so many calls brought no acceptable reply that a person should look first."""
+        most = len(self._fruitless)
+        return most >= IN_A_ROW or (most >= AT_FIRST and not self.proven())
+
+    def in_vain_words(self) -> str:
+        """One of the calls that brought no acceptable reply, and what to change."""
+        rows = list(self._fruitless)
+        code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
+        alike = [row for row in rows if row["verdict"] == code]
+        most, advice = "", ADVICE.get(code, "change the instruction, --batch-size or --model")
+        where = " in a row" if self.proven() else ""
+        if code == "bad_value":             # its detail begins with the item
+            values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
+            most = "; most often: " + counts(dict(values.most_common(3)))
+        return "%d calls%s brought no acceptable reply, as for %s%s; %s (--keep-going goes on all the same)" % (
+            len(rows), where, reply_words(alike[-1], 200), most, advice)
+
+    def confirm(self) -> None:
+        """Put into quarantine what was held back: a reply has been accepted since, or nothing is left to be asked."""
+        held, self._held = self._held, []
+        for row in held:
+            self.tally["quarantined"] += len(self.append_event("quarantine", **set_aside(row)) or ())
 
     def _record(self, flight: Flight, ask: Ask, judged: Judged) -> None:
         """Append the row, let it take effect, and queue the calls that follow."""
         code = judged.row["verdict"]
-        if not self.record(judged.row, judged.parts):
+        if not self.record(judged.row, judged.parts, judged.certain):
             return
         same_again = self.model.params.get("temperature") == 0 and not self.retry_params
         if same_again and ask.attempt == 1 and not ask.fallback and code not in HOPELESS | {"ok"}:
@@ -3414,14 +3436,37 @@ class Runner:
                        "same; try --retry-param temperature=0.7")
         self._ready.extendleft(reversed(flight.told(ask, code)))
 
-    def record(self, row: Dict[str, Any], parts: Tuple[str, str]) -> bool:
-        """Append an attempt row and count it; whether it was written."""
+    def record(self, row: Dict[str, Any], parts: Tuple[str, str], certain: bool = False, sure: bool = False) -> bool:
+        """Append an attempt row and count it; whether it was written.
+
+        That it quarantines is held back until a reply is accepted, unless the endpoint names the content (`certain`)
+        and this model has been accepted before, or the caller is `sure`.
+        """
+        code = row["verdict"]
+        certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
+        sure = sure or self.options.keep_going or (certain and self.proven())
+        whole = row
+        if "quarantined" in row and not sure:
+            row = {name: value for name, value in whole.items() if name != "quarantined"}
+            parts = row_parts(row)
         settled = self._appended(row, parts)
-        self.tally["lost"] += settled is None
-        if settled is not None:
-            self.tally["answered" if row["verdict"] == "ok" else "quarantined"] += len(settled)
-            add_row(self.figures, row)
-        return settled is not None
+        if settled is None:
+            self.tally["lost"] += 1
+            return False
+        self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
+        add_row(self.figures, row)
+        if code == "ok":
+            self._fruitless.clear()
+            self.confirm()
+            return True
+        if whole is not row:
+            self._held.append(whole)
+        if not certain and not sure:
+            self._fruitless.append(row)
+        if code not in self.examples:
+            self.examples[code] = row
+            self._hint(code, "not accepted: " + reply_words(row, 120))
+        return True
 
     def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:
         """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
@@ -3465,10 +3510,12 @@ class Runner:
         if failure.wait is not None and failure.wait > min(MAX_WAIT, self.deadline - now):
             until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
             self.stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
+        elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
+            self._ready.extendleft(reversed(flight.told(ask, REJECTED)))    # not asked again like this
+            if ask.last_form:
+                self.left.update(dict.fromkeys(ask.ids, failure.detail))
         elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
             self.stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
-        elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
-            self.tally["left"] += len(ask.items)
         else:
             self._hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
             self._delayed.append((now + wait, errand))
@@ -3494,6 +3541,14 @@ class Runner:
             if waiting:
                 self._hint("stop", "stopping: %s%s" % (reason, waiting))
         self._work.notify_all()
+
+
+def reply_words(row: Mapping[str, Any], limit: int) -> str:
+    """How a reply that was not accepted begins, with its first item, verdict and detail, on one line."""
+    begin = re.sub(r"\s+", " ", str(row.get("reply") or "")[:limit])
+    detail = " (%s)" % row["detail"] if "detail" in row else ""
+    return "item %s: %s%s; %s" % (row["batch"][0], row["verdict"], detail,
+                                  "the reply begins: " + begin if begin else "the reply has no text")
 
 
 def clock(seconds: float) -> str:
@@ -4185,11 +4240,7 @@ class Rounds:
     def take_in(self, job: OpenJob, came: Collected, name: str, **members: Any) -> bool:
         """Record every outcome, and what is missing; whether the job is thereby collected."""
         runner, requests = self.runner, job.intent["requests"]
-        # An uncertain refusal is a verdict on a content only where more was answered: else it may hit everybody.
-        failures = [outcome for outcome in came.outcomes.values() if isinstance(outcome, CallFailed)]
-        doubtful = [failure for failure in failures if failure.kind == "rejected" and not failure.certain]
-        proven = len(doubtful) < len(came.outcomes) - len(failures) or (
-            runner.proven() and len(doubtful) < MAX_STRIKES)
+        sure, shown = self._sure(job, came), set(runner.examples)
         tally: Counter[str] = collections.Counter()
         news = False
         named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": [],
@@ -4202,10 +4253,14 @@ class Rounds:
             if custom_id in job.seen or any(flag & ANSWERED for flag in flags):
                 continue                        # of a collection that was cut short, or answered meanwhile
             named["missing"] += [custom_id] * (custom_id not in came.outcomes)
-            if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and (proven or outcome.certain):
+            certain = isinstance(outcome, CallFailed) and outcome.certain
+            if isinstance(outcome, CallFailed) and outcome.kind == "rejected":
                 outcome = Reply(None, REJECTED, outcome.detail)
             if isinstance(outcome, Reply):
-                code, extra = self._record(job, ask, outcome, name, custom_id)
+                row = self._judged(job, ask, outcome, name, custom_id)
+                runner.record(row, row_parts(row), certain, sure)
+                runner.tally.update(calls=1, replies=1)
+                code, extra = row["verdict"], row.get("extra", ())
                 named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in extra)
                 tally[code] += len(ask.items)
                 news = True
@@ -4228,10 +4283,29 @@ class Rounds:
                   **{what: len(some) for what, some in named.items()}, **members)
         self.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
             name, items, items - tally["no reply"], counts(tally)))
-        if doubtful and not proven:
-            runner.stop("%d of %d requests were refused (%s); check account, model, --param and texts" % (
-                len(doubtful), len(requests), doubtful[0].detail), STOPPED)
+        self._weigh(shown)
         return True
+
+    def _weigh(self, shown: Set[str]) -> None:
+        """Show what was not accepted, but for the verdicts shown before; quarantine it, or stop."""
+        runner = self.runner
+        for code in runner.examples.keys() - shown:
+            self.say("not accepted: " + reply_words(runner.examples[code], 120))
+        if runner.in_vain():
+            runner.stop(runner.in_vain_words(), STOPPED)
+        else:
+            runner.confirm()
+
+    def _sure(self, job: OpenJob, came: Collected) -> bool:
+        """Whether what fails in a job fails by its own fault: another of its replies is accepted, or some were before
+        and these are only second attempts and singles, which may all fail.
+        """
+        asks = {name: ask_of(request) for name, request in job.intent["requests"].items()}
+        again = all(ask.attempt > 1 or ask.fallback for ask in asks.values())
+        strict = bool(job.intent.get("strict"))
+        return (again and self.runner.proven()) or any(
+            isinstance(outcome, Reply) and validate(asks[name].items, outcome, self.runner.task, strict).code == "ok"
+            for name, outcome in came.outcomes.items() if name in asks)
 
     def _name(self, name: str, what: str, some: Sequence[str], requests: Mapping[str, Any], came: Collected) -> None:
         """Say of each of some custom ids what is the matter with it."""
@@ -4240,17 +4314,14 @@ class Rounds:
             said = getattr(came.outcomes.get(entry), "detail", "") if what == "errored" else ""
             self.say("job %s, %s: %s%s%s" % (name, what, entry, about, ": " * bool(said) + said))
 
-    def _record(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Tuple[str, Sequence[str]]:
-        """Judge a reply and append its row, as (verdict, the ids that were not asked)."""
-        runner, intent = self.runner, job.intent
-        verdict = validate(ask.items, reply, runner.task, bool(intent.get("strict")))
-        row = attempt_row(ask, reply, verdict, runner.task, {
+    def _judged(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Dict[str, Any]:
+        """The row of a reply."""
+        intent = job.intent
+        verdict = validate(ask.items, reply, self.runner.task, bool(intent.get("strict")))
+        return attempt_row(ask, reply, verdict, self.runner.task, {
             "at": timestamp(), "run": intent["run"], "ms": None, "job": name, "custom_id": custom_id,
             "params": intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None,
             "prompt_sha": intent["requests"][custom_id]["prompt_sha"]})
-        runner.record(row, row_parts(row))
-        runner.tally.update(calls=1, replies=1)
-        return verdict.code, verdict.extra
 
     # ---- patience ----
 
@@ -4327,6 +4398,7 @@ def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger:
     say("the rest is asked online: %d calls, and more where they fail" % len(rounds.asks()))
     online = Runner(runner.task, runner.model, [rounds.pending()], runner.options)
     online.figures, online.tally, online.deadline = runner.figures, runner.tally, runner.deadline
+    online.examples = runner.examples
     online.run(ledger, header, say)
     return online
 
@@ -4680,7 +4752,7 @@ class Reading:
         if row["event"] == "run":
             self.runs.append(row)
             self._models[row["run"]] = row["model"], an_object(row["task"].get("fields")) or DEFAULT_TASK["fields"]
-        elif row["event"] == "attempt":
+        elif row["event"] in ("attempt", "quarantine"):
             self._attempt(ledger, line.number, row)
         elif row["event"] == "failure":
             self.failures["429"] += row.get("coalesced", 0)     # the waits of an episode that have no row of their own
@@ -4692,7 +4764,8 @@ class Reading:
         asked, fields = self._models.get(row["run"], ("?", DEFAULT_TASK["fields"]))
         string: Any = name["model_string"]
         arm = self.arms.setdefault((*name.values(), asked * (not string)), Arm(name, asked, fields))
-        arm.add(row)
+        if row["event"] == "attempt":
+            arm.add(row)
         before = self._last.setdefault((ledger, asked), string) if string else string
         if string != before:
             self._last[ledger, asked] = string
@@ -5127,7 +5200,7 @@ def inspection(options: Settings, reading: Reading, datas: Sequence[Mapping[str,
 
     def take(ledger: str, line: Line) -> None:
         row = line.row or {}
-        if row["event"] == "attempt" and (row["verdict"] == "ok" or "quarantined" in row):
+        if row["event"] == "attempt" and "text_sha" in row:
             for sha, name in zip(row["text_sha"], row["batch"]):
                 place = (ledger, row["task"], row.get("arm"), sha)
                 if row["verdict"] == "ok" and key_of(sha) in texts:
@@ -5275,9 +5348,9 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
         out("\nline %d, %s, %s of run %s, batch %s%s" % (
             number, row.get("at"), row["event"], row.get("run"), row.get("batch_id"), arm))
         for word, words in attempt_words(row, name, runs, texts) if row["event"] == "attempt" else [
-                ("no reply", str(row.get("detail")))]:
+                (row.get("verdict", "no reply"), str(row.get("detail", "")))]:
             out("  %-12s %s" % (word, words.replace("\n", "\n" + " " * 15)), wrap=False)
-        if row["event"] == "attempt" and (row["verdict"] == "ok" or "quarantined" in row):
+        if row.get("verdict") == "ok" or "quarantined" in row:
             settled.append("%s in line %d%s" % ("answered" if row["verdict"] == "ok" else "quarantined", number, arm))
     out("\nwhere it stands: " + ("; then ".join(settled) or "pending: no attempt has settled it"))
     return DONE
@@ -5339,8 +5412,8 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
     return fitting[0]
 
 
-EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "model_string", "rubric_version", "run", "batch_id",
-                  "text_sha256", "text")
+EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string", "rubric_version", "run",
+                  "batch_id", "text_sha256", "text")
 
 
 def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Dict[str, Any]]:
@@ -5364,6 +5437,8 @@ def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -
                     settled = settling(place)
                     out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")})
                     out["status"], out["answer"] = standing(settled, sha)
+                    if settled["verdict"] != "ok":
+                        out.update(verdict=settled["verdict"], detail=settled.get("detail"))
             yield out
 
 
@@ -5482,7 +5557,7 @@ class Numbers:
     def take(self, row: Mapping[str, Any]) -> None:
         """Count the items of an attempt or failure row, or of a job's request."""
         news = self.SUBMITTED
-        if row.get("event") == "attempt":
+        if row.get("event") in ("attempt", "quarantine"):
             news |= self.RETURNED | self.ACCEPTED * (row["verdict"] == "ok") | self.SET_ASIDE * ("quarantined" in row)
         for name in row["batch"]:
             item = int(name[:ID_LENGTH], 16)
@@ -5517,6 +5592,7 @@ class Auditor:
         self.open: Set[str] = set()                                 # keys of jobs that are not collected
         self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
         self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
+        self._failed: Set[int] = set()                              # hashes of what was asked and of the verdict
         self._runs: Dict[str, Mapping[str, Any]] = {}
 
     def take(self, line: Line) -> None:
@@ -5527,7 +5603,7 @@ class Auditor:
             self.faults.append("%s:%d: %s" % (self.path, line.number, words))
         if row["event"] == "run":
             self._run(row, fault)
-        elif row["event"] == "attempt":
+        elif row["event"] in ("attempt", "quarantine"):
             self._attempt(row, fault)
         elif row["event"] == "failure" and "batch" in row:
             self._count(row)
@@ -5555,6 +5631,11 @@ class Auditor:
 
     def _attempt(self, row: Mapping[str, Any], fault: Callable[[str], None]) -> None:
         self._count(row)
+        if row["verdict"] != "ok":
+            came = hash((row["run"], row.get("arm"), *row["batch"], row["attempt"], row["verdict"]))
+            if row["event"] == "quarantine" and came not in self._failed:
+                fault("it quarantines items, and no reply about them that came before has its verdict")
+            self._failed.add(came)
         task = self.tasks.get(row["run"])
         if row["run"] not in self.tasks:
             fault("no run row %s stands before it" % shown(row["run"]))
@@ -6102,6 +6183,8 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
              dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
             ("--max-calls", "make at most N calls now", dict(type=POSITIVE, metavar="N")),
             ("--deadline", "begin no call after this time", dict(type=SECONDS, metavar="DURATION")))),
+        ("run trial collect", "--keep-going", "where %d calls at first, or %d in a row, bring no acceptable reply" % (
+            AT_FIRST, IN_A_ROW), YES),
         ("run emit", "--retry-quarantined", "ask quarantined items again, each alone", YES),
         ("run emit apply", "--limit", "at most N items (apply: rows) now", dict(type=POSITIVE, metavar="N")),
         (ASKING + " apply", "--dry-run", "call and write nothing; show the counts, and the first prompt", YES),
@@ -6320,8 +6403,10 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         alone = min(asked, quarantined) if options.retry_quarantined else 0         # each in a call of its own
         calls = alone + -(-(asked - alone) // size)
         most = calls * options.attempts
-        if size > 1:
-            most += (asked - alone) * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
+        if size > 1 and options.on_failure != "exclude":
+            most += (asked - alone) * options.attempts
+            if options.on_failure == "split":
+                most += asked - alone
         runner.tally["pending"] += asked
         bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
         if options.batch_chars is not None or state.open or (options.limit and alone):
@@ -6430,16 +6515,19 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     import shlex
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
-    refused = {word: count for word, count in part_of(runner.figures, "verdict ").items() if word != "ok"}
-    if refused:
-        out("replies that were not accepted: " + counts(refused))
+    refused = part_of(runner.figures, "verdict ")
+    words = ["%s %d (such as %s)" % (code, refused[code], row["batch"][0]) for code, row in runner.examples.items()]
+    if words:
+        out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(words))
     unfrozen = max(pending.unfrozen for pending in runner.arms)
     if unfrozen and options.command == "run":
         out("the input changed: %d rows that were not there at first were not asked; run again" % unfrozen)
     if tally["lost"]:
         out("%d replies could not be written to the ledger; their calls are made again" % tally["lost"])
-    if tally["left"] and not code:
-        reason, code = "%d items got no reply after %d tries" % (tally["left"], MAX_FAILURES), STOPPED
+    if runner.left and not code:
+        some = ["%s (%s)" % entry for entry in list(runner.left.items())[:3]]
+        reason, code = "%d items got no reply after %d tries, such as %s" % (
+            len(runner.left), MAX_FAILURES, ", ".join(some)), STOPPED
     if code == WAITING:
         out("waiting: %s; run the same command again to go on" % reason)
     elif code:
