@@ -103,10 +103,13 @@ NORMALISATIONS: Dict[str, str] = {
     "id_integer": "an id of digits only was written as a JSON integer",
 }
 
-CUT_FINISHES = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded"})
-REFUSED_FINISHES = frozenset({"content_filter", "refusal"})
-FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource"})     # the endpoint broke off: no reply
+# Why a reply ended, compared as sent: Gemini's words are in capitals, "sensitive" and "network_error" are Zhipu's.
+CUT_FINISHES = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded", "MAX_TOKENS"})
+REFUSED_FINISHES = frozenset({"content_filter", "refusal", "sensitive", "SAFETY", "PROHIBITED_CONTENT", "RECITATION",
+                              "BLOCKLIST", "SPII"})
+FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource", "network_error"})    # no reply
 REJECTED = "rejected"                                           # our own finish: the endpoint refused the prompt
+MISPLACED = "json_in_reasoning"                                 # our own finish: all that came was beside the content
 
 DONE, QUARANTINED_LEFT, USAGE, STOPPED, WAITING, INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXITS: Dict[int, str] = {
@@ -899,6 +902,9 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise _Refused("rejected", refusal or "")
     if refusal or finish in REFUSED_FINISHES:
         raise _Refused("refused", (refusal or "finish: %s" % finish)[:MAX_KEPT])
+    if finish == MISPLACED:
+        raise _Refused("empty_reply", "the content is empty; the JSON stands in the reasoning, which is no answer: "
+                       "turn thinking off, or the server's reasoning parser")
     cut = finish in CUT_FINISHES
     if text is None or (isinstance(text, str) and not str.strip(text, "\ufeff \t\r\n")):
         raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
@@ -1167,7 +1173,7 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
 # the same fold serves the append and the replay.
 # ====================================================================================================================
 
-CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")        # what would steer a terminal
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")        # what would steer a terminal
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # what would break a line in a terminal or an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
@@ -1805,6 +1811,8 @@ def open_endpoint(options: argparse.Namespace, task: Task) -> Model:
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url https://NAME.../openai/v1" % word)
     api, version = APIS[provider.api], options.api_version or next(iter(provider.versions), None)
+    if url.partition("?")[0].rstrip("/").endswith(api.path):
+        raise HarnessError("the base URL ends in %s, which is added to it here; leave that off" % api.path)
     check_parameters(options, word, provider, version)
     limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
     params = {**provider.defaults, **limit, **dict(options.param)}
@@ -2149,16 +2157,28 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
 # ---- what an API's words mean: pure ----
 
 STATUSES: Dict[int, str] = {                        # HTTP status -> kind of CallFailed; 5xx are retried, others stop
-    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry"}
+    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry",
+    501: "stop", 505: "stop"}
+NO_MONEY = ("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded", "billing_error",
+            "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "enforced_spend_limit_reached",
+            "contract_spend_limit_reached")
+BAD_KEY = ("invalid_api_key", "authentication_error", "API_KEY_INVALID")
 CODES: Dict[str, str] = {                           # error codes and types that say more than the status does
-    **dict.fromkeys(("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
-                     "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "billing_error",
-                     "enforced_spend_limit_reached", "contract_spend_limit_reached"), "stop"),
-    **dict.fromkeys(("unsupported_parameter", "unsupported_value", "invalid_api_key", "authentication_error",
-                     "API_KEY_INVALID", "model_not_found"), "stop"),
+    **dict.fromkeys((*NO_MONEY, *BAD_KEY, "unsupported_parameter", "unsupported_value", "model_not_found"), "stop"),
     **dict.fromkeys(("context_length_exceeded", "exceed_context_size_error", "content_filter"), "rejected")}
-HINTS = {401: "check the key", 402: "no money is left", 403: "the key may not do this", 407: "the proxy wants a login",
-         404: "check model and --base-url", 429: "no money or quota is left: mend that first"}
+PHRASES: Dict[str, str] = {                         # how an error begins that has no code -> the code it stands for
+    "Context size has been exceeded": "exceed_context_size_error",                  # llama.cpp, as HTTP 500
+    "the request exceeds the available context size": "exceed_context_size_error",  # its older builds and forks
+    "API key not valid": "API_KEY_INVALID",         # Gemini, as HTTP 400
+    "Incorrect API key provided": "invalid_api_key"}        # xAI, as HTTP 400
+HINTS: Dict[Any, str] = {                           # status or code -> what to do where no call can succeed
+    **dict.fromkeys(NO_MONEY, "no money or quota is left: mend that first"), 402: "no money is left",
+    **dict.fromkeys((401, *BAD_KEY), "check the key"), 403: "the key may not do this", 407: "the proxy wants a login",
+    **dict.fromkeys((404, "model_not_found"), "check model and --base-url"),
+    **dict.fromkeys((405, 410, 505), "check --base-url")}
+
+
+RESET = "reset-at-ms"                               # no header, but a wait in a body: until this time, in ms
 
 
 class ApiError(NamedTuple):
@@ -2168,7 +2188,7 @@ class ApiError(NamedTuple):
     codes: Tuple[str, ...] = ()
     blamed: Tuple[str, ...] = ()        # members of the request it blames
     generation: Any = None              # what the model wrote, where the endpoint refuses it as no JSON
-    wait: Optional[float] = None        # seconds it asks to wait
+    waits: Mapping[str, str] = {}       # how long it asks to wait, as headers would
 
 
 def an_object(value: Any) -> Mapping[str, Any]:
@@ -2187,12 +2207,15 @@ def error_in(document: Any, text: str) -> ApiError:
     details = [an_object(entry) for entry in (details if isinstance(details, list) else [details])]
     codes = [members.get("code"), members.get("type"), *(entry.get(name) for entry in details
                                                          for name in ("error_code", "reason"))]
-    waits = [re.match(r"(\d{1,9}(?:\.\d+)?)s\Z", str(entry.get("retryDelay"))) for entry in details]
+    codes += [code for phrase, code in PHRASES.items() if words.startswith(phrase)]
+    limits = an_object(an_object(members.get("metadata")).get("headers"))           # OpenRouter's; Google: "8.5s"
+    waits = {RESET: str(limits.get("X-RateLimit-Reset")), "retry-after": next(
+        (str(entry["retryDelay"])[:-1] for entry in details if "retryDelay" in entry), "")}
     blamed = [members.get("param"), *(loc[1] for loc in locs if isinstance(loc, list) and len(loc) > 1),
               words.partition(": ")[0]]             # Anthropic names the member before the words
     return ApiError(words, tuple(code for code in codes if isinstance(code, str)),
                     tuple(re.split(r"[.\[]", name)[0] for name in blamed if isinstance(name, str)),
-                    members.get("failed_generation"), next((float(wait.group(1)) for wait in waits if wait), None))
+                    members.get("failed_generation"), waits)
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
@@ -2202,14 +2225,15 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
     `sent` names the members of the request: an error that blames one, except the messages, would meet every call.
     """
     kind = {**STATUSES, **statuses}.get(status, "retry" if status >= 500 or status == 402 and wait else "stop")
-    told = [CODES[code] for code in error.codes if code in CODES]
-    kind = told[0] if told else kind
+    told = [code for code in error.codes if code in CODES]
+    kind = CODES[told[0]] if told else kind
     if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
         kind = "stop"
-    hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
-    hint = "; " + (hint or "mend the request (--param, --retry-param)") if kind == "stop" else ""
+    hint = "it redirects; name the final URL with --base-url" if status < 400 else next(
+        (HINTS[word] for word in (*told, status) if word in HINTS), "mend the request (--param, --retry-param)")
+    hint = "; " + hint if kind == "stop" else ""
     failure = CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
-                         billed=status >= 500)
+                         billed=status >= 500 and kind == "retry")
     failure.certain = bool(told) or status == 413 or status in statuses
     return failure
 
@@ -2217,11 +2241,11 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
 def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
     """Seconds the server asks to wait: retry-after-ms, or retry-after as seconds or a date.  None: nothing usable."""
     import email.utils
-    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0), (RESET, 0.001)):
         value = headers.get(name, "").strip()
         with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):     # junk is no wait
             if re.match(r"[-+.\d]+\Z", value):
-                wait = float(value) * scale
+                wait = float(value) * scale - (now if name == RESET else 0)
             else:
                 wait = email.utils.mktime_tz(email.utils.parsedate_tz(value)) - now  # type: ignore[arg-type]
             if math.isfinite(wait):
@@ -2247,13 +2271,22 @@ def first_choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
-    """The Reply in a body of OpenAI's chat form, or None where there is none.  Reasoning beside the content is left."""
+    """The Reply in a body of OpenAI's chat form, or None where there is none.
+
+    Reasoning beside the content is left, unless it is the JSON and there is no content: as MISPLACED it is shown.
+    """
     choice, usage = first_choice(document), an_object(document.get("usage"))
     finish, message = choice.get("finish_reason"), choice.get("message")
     if not isinstance(message, dict) and finish not in ENDED_EARLY:         # then some leave the message out
         return None
     message = an_object(message)
-    return Reply(text_of(message.get("content")), finish, message.get("refusal"), document.get("model"),
+    text = text_of(message.get("content"))
+    if (not text or text.isspace()) and finish not in tuple(REFUSED_FINISHES | FAILED_FINISHES):
+        thought: Any = message.get("reasoning_content") or message.get("reasoning")
+        with contextlib.suppress(ValueError, RecursionError, TypeError):
+            if isinstance(json.loads(thought), (dict, list)):
+                text, finish = thought, MISPLACED
+    return Reply(text, finish, message.get("refusal"), document.get("model"),
                  usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
@@ -2275,14 +2308,15 @@ class Api(NamedTuple):
 
     path: str
     version_header: str
+    online: Mapping[str, Any]                       # sent with each call, but not in a batch job
     reply: Callable[[Mapping[str, Any]], Optional[Reply]]
     structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
-    "chat": Api("/chat/completions", "", chat_reply, lambda schema: {"response_format": {
+    "chat": Api("/chat/completions", "", {"stream": False}, chat_reply, lambda schema: {"response_format": {
         "type": "json_schema", "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
-    "messages": Api("/v1/messages", "anthropic-version: %s", messages_reply, lambda schema: {"output_config": {
+    "messages": Api("/v1/messages", "anthropic-version: %s", {}, messages_reply, lambda schema: {"output_config": {
         "format": {"type": "json_schema", "schema": schema}}}),
 }
 
@@ -2339,8 +2373,9 @@ class Endpoint:
 
     def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
         """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
-        data = json.dumps(self.body(prompt, extra)).encode("ascii")
-        return self.reply(self._client.exchange(self._head, data), extra)
+        online = self._api.online
+        data = json.dumps({**online, **self.body(prompt, extra)}).encode("ascii")
+        return self.reply(self._client.exchange(self._head, data), (*online, *extra))
 
     def body(self, prompt: str, extra: Mapping[str, Any]) -> Dict[str, Any]:
         """The body of the request for a prompt."""
@@ -2379,9 +2414,8 @@ class Endpoint:
         if inner:                                       # an error inside a success: its own code is what tells
             code = str(an_object(inner).get("code"))
             status = int(code) if re.match(r"[45]\d\d\Z", code) else 500
-        wait = retry_after(response.headers, time.time())
-        raise classify(status, error._replace(words=mask(error.words)), error.wait if wait is None else wait, sent,
-                       self._statuses)
+        wait = retry_after({**error.waits, **response.headers}, time.time())
+        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self._statuses)
 
 
 # ---- models that need no network ----
@@ -3376,7 +3410,7 @@ class Jobs:
             document = json.loads(text)
         error = error_in(document, text)
         raise classify(response.status, error._replace(words=self._client.mask(error.words)),
-                       retry_after(response.headers, time.time()), ())
+                       retry_after({**error.waits, **response.headers}, time.time()), ())
 
 
 def without_bom(data: bytes) -> bytes:

@@ -1576,6 +1576,7 @@ class Models(EndpointCase):
         [(path, headers, body)] = server.requests
         self.assertEqual((path, headers["Authorization"], headers["Content-Type"]), ("/v1/chat/completions", "Bearer " + KEY, "application/json"))
         self.assertEqual((body["model"], body["temperature"], body["stop"], len(body["messages"])), ("asked-1", 0, ["x"], 1))
+        self.assertIs(body["stream"], False)                # some gateways stream unless they are told
         [row] = self.rows("runs/ledger.jsonl")
         self.assertEqual((row["model_string"], row["tokens_in"], row["tokens_out"], row["finish"], row["request_id"]), ("served-1", 40, 9, "stop", "req-1"))
         self.assertIn("texts go to " + server.base, err)
@@ -1614,7 +1615,7 @@ class Models(EndpointCase):
                 self.assertEqual(path, "/v1/messages" if name == "anthropic" else "/v1/chat/completions")
                 header, _, value = (row.header % KEY).partition(": ")
                 self.assertEqual(headers.get(header), value if row.key else None)
-                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"]})
+                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"], **bh.APIS[row.api].online})
                 self.assertEqual(len(body["messages"]), 1)
                 refusing.append((status, json.dumps(error).encode(), {}))
                 code, out, err = self.ask(server, 3, model=name + ":some/model:7b")
@@ -1667,6 +1668,13 @@ class Models(EndpointCase):
             self.assertEqual(server.requests[0][0], "/v1/messages")
             os.remove("runs/ledger.jsonl")
 
+    def test_a_base_url_is_not_the_url_of_a_call(self):
+        self.items_file(1)
+        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), KEY))
+        for model, path in (("openai:m", "/v1/chat/completions"), ("m", "/chat/completions/"), ("azure:m", "/chat/completions?api-version=1"),
+                            ("anthropic:m", "/v1/messages")):
+            self.assertIn("leave that off", self.refused("--input", "items.jsonl", "--model", model, "--base-url", "http://127.0.0.1:1" + path))
+
     def test_how_a_message_ended_reaches_the_verdict(self):
         for members, verdict in (({"stop_reason": "max_tokens", "content": [{"type": "text", "text": '[{"id": '}]}, "truncated"),
                                  ({"stop_reason": "model_context_window_exceeded", "content": []}, "truncated"), ({"content": []}, "empty_reply"),
@@ -1695,6 +1703,10 @@ class Models(EndpointCase):
         for status, document, kind in (
                 (400, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 400, "n_ctx": 8192}}, "rejected"),
                 (500, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 500}}, "rejected"),
+                (500, {"error": {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}}, "rejected"),
+                (500, {"error": {"message": "the request exceeds the available context size. try", "type": "server_error"}}, "rejected"),
+                (500, {"error": {"message": "Not so: Context size has been exceeded.", "type": "server_error"}}, "retry"),
+                (501, {"error": {"message": "x", "type": "not_supported_error", "code": 501}}, "stop"), (505, None, "stop"),
                 (503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, "retry"),
                 (401, {"error": "Unauthorized"}, "stop"), (404, {"error": "model 'x' not found"}, "stop"), (422, {"detail": "text"}, "rejected"),
                 (400, {"error": {"message": "Invalid schema for response_format", "param": "response_format"}}, "stop"),
@@ -1850,12 +1862,28 @@ class Models(EndpointCase):
         ({"choices": [{"message": {"content": '[{"id":"3f9a'}, "finish_reason": "length"}]}, "truncated"),
         ({"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, "empty_reply"),
         ({"choices": [{"message": {"content": "", "reasoning_content": "[]"}, "finish_reason": None}]}, "empty_reply"),
+        *(({"choices": [{"message": {}, "finish_reason": finish}]}, "refused")
+          for finish in ("SAFETY", "PROHIBITED_CONTENT", "RECITATION", "BLOCKLIST", "SPII", "sensitive")),
+        ({"choices": [{"message": {"content": '[{"id":'}, "finish_reason": "MAX_TOKENS"}]}, "truncated"),
+        ({"choices": [{"message": {"content": "", "reasoning": "[1]"}, "finish_reason": "SAFETY"}]}, "refused"),
+        ({"choices": [{"message": {"content": "", "reasoning": "hm"}, "finish_reason": "length"}]}, "truncated"),
     ]
 
     def test_what_a_reply_says_of_itself_reaches_the_verdict(self):
         for members, code in self.USABLE:
             self.ask(self.serve(lambda prompt, n: completion("", **members)), 1, "--attempts", "1")
             self.assertEqual(self.rows("runs/ledger.jsonl")[-1]["verdict"], code, members)
+            os.remove("runs/ledger.jsonl")
+
+    def test_json_that_stands_in_the_reasoning_is_shown_and_never_an_answer(self):
+        for name in ("reasoning_content", "reasoning"):
+            server = self.serve(lambda prompt, n: completion("", choices=[
+                {"message": {"content": " \n", name: reply_to_prompt(prompt)}, "finish_reason": "length"}]))
+            code, out, err = self.ask(server, 1, "--attempts", "1")
+            [row] = self.rows("runs/ledger.jsonl")
+            self.assertEqual((code, row["verdict"], "answers" in row, json.loads(row["reply"])[0]["answer"]), (1, "empty_reply", False, "good"))
+            self.assertIn("the JSON stands in the reasoning", row["detail"])
+            self.assertEqual(bh.rederived(row, bh.DEFAULT).code, "empty_reply")
             os.remove("runs/ledger.jsonl")
 
     def test_content_in_parts_is_joined_without_the_thinking(self):
@@ -2047,7 +2075,11 @@ class Models(EndpointCase):
                 (400, error_body(message="x", param="seed.value"), "--param"),
                 (422, json.dumps({"detail": [{"type": "extra", "loc": ["body", "seed"], "msg": "no"}]}).encode(), "--param"),
                 (400, error_body(message="x", code="unsupported_value", param=None), "--param"),
-                (307, b"", "redirects"), (301, b"", "redirects"), (405, b"", "mend the request")):
+                (400, json.dumps([{"error": {"code": 400, "message": "x", "details": [{"reason": "API_KEY_INVALID"}]}}]).encode(), "check the key"),
+                (400, error_body(message="API key not valid. Please pass one.", code=400, status="INVALID_ARGUMENT"), "check the key"),
+                (400, json.dumps({"code": "x", "error": "Incorrect API key provided: z"}).encode(), "check the key"),
+                (501, b"", "mend the request"), (505, b"", "check --base-url"), (405, b"", "check --base-url"), (410, b"", "check --base-url"),
+                (307, b"", "redirects"), (301, b"", "redirects"), (418, b"", "mend the request")):
             with self.subTest(status=status, words=words):
                 server = self.serve(lambda prompt, n: (status, body, {"Location": "http://127.0.0.1:1/"}))
                 code, out, err = self.ask(server, 10, "--param", "seed=1")
@@ -2090,6 +2122,14 @@ class Models(EndpointCase):
         code, out, err = self.ask(server, 20)
         self.assertEqual(code, 1, out)
         self.assertIn("17 of 20 items answered, 3 quarantined, 0 pending", out)
+
+    def test_a_text_beyond_the_context_costs_its_batch_nothing(self):
+        error = error_body(code=500, message="Context size has been exceeded.", type="server_error")
+        server = self.serve(lambda prompt, n: (500, error, {}) if "number 2" in prompt else completion(reply_to_prompt(prompt)))
+        code, out, err = self.ask(server, 6, "--batch-size", "3")
+        self.assertEqual((code, len(server.requests), self.failures()), (1, 5, []), out + err)
+        [row] = [row for row in self.rows("runs/ledger.jsonl") if "quarantined" in row]
+        self.assertEqual((row["batch"], row["verdict"]), ([bh.item_id("text number 2")], "rejected"))
 
     def test_a_refused_text_in_every_batch_blocks_no_other_text(self):
         for status in (400, 413):
@@ -2252,12 +2292,22 @@ class Models(EndpointCase):
     def test_google_names_reason_and_wait_in_its_details(self):
         def body(**detail):
             return [{"error": {"code": 429, "message": "x", "status": "RESOURCE_EXHAUSTED", "details": [{"@type": "y"}, detail]}}]
-        self.assertEqual(bh.error_in(body(retryDelay="8.5s"), "").wait, 8.5)
-        self.assertIsNone(bh.error_in(body(retryDelay=["8s"]), "").wait)
+        self.assertEqual(bh.retry_after(bh.error_in(body(retryDelay="8.5s"), "").waits, 1.0), 8.5)
+        self.assertIsNone(bh.retry_after(bh.error_in(body(retryDelay=["8s"]), "").waits, 1.0))
         self.assertEqual(bh.classify(400, bh.error_in(body(reason="API_KEY_INVALID"), ""), None, ()).kind, "stop")
         server = self.serve(lambda prompt, n: (429, json.dumps(body(retryDelay="0.4s")).encode(), {}) if n == 1 else completion(reply_to_prompt(prompt)))
         self.assertEqual(self.ask(server, 1, model="gemini:m")[0], 0)
         self.assertGreaterEqual(server.times[1] - server.times[0], 0.4)
+
+    def test_openrouter_names_the_time_of_the_reset_in_its_body(self):
+        def body(moment):
+            return error_body(message="x", code=429, metadata={"headers": {"X-RateLimit-Limit": "20", "X-RateLimit-Reset": moment}})
+        for moment, wait in ((1790000006000, 6.0), ("1790000006000", 6.0), ("1780000006000", 0.0), ("soon", None), (None, None)):
+            self.assertEqual(bh.retry_after(bh.error_in(json.loads(body(moment)), "").waits, 1790000000.0), wait)
+        server = self.serve(lambda prompt, n: (429, body("%d" % (1000 * time.time() + 54e6)), {}))
+        code, out, err = self.ask(server, 1, model="openrouter:m")
+        self.assertEqual((code, len(server.requests)), (3, 1), out + err)
+        self.assertRegex(out, "asks to wait 5[34]")
 
     def test_an_absurd_wait_stops_the_run_in_words(self):
         for wait in ("99999999999999999999", "100000000000000000", "3600.5"):
@@ -4971,6 +5021,9 @@ class CommandLine(Case):
         stream = io.StringIO()
         bh.Speaker(stream)("a\x1b]0;x\x07b\x9bc\td\ne")
         self.assertEqual(stream.getvalue(), "a?]0;x?b?c\td\ne\n")
+        for mark in "\u202a\u202e\u2066\u2069":             # these write backwards what follows
+            bh.Speaker(stream)(mark)
+        self.assertTrue(stream.getvalue().endswith("e\n?\n?\n?\n?\n"))
 
     def test_numbers_beyond_all_use_are_refused(self):
         self.items_file(1)
