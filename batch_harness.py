@@ -1868,7 +1868,8 @@ BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
 END_OF_LINE, END_OF_HEAD = re.compile(rb"\r?\n"), re.compile(rb"\r?\n\r?\n")
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
-MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
+MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
+MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
 
 
 class Response(NamedTuple):
@@ -1898,11 +1899,14 @@ class Inbox:
         return part
 
     def upto(self, mark: Any) -> bytes:
-        """The bytes before a pattern, which is passed over."""
+        """The bytes before a pattern of at most four, which is passed over."""
         found = mark.search(self.data)
         while not found:
+            if len(self.data) > MAX_HEAD:
+                raise OverflowError("more than %d kB as a head" % (MAX_HEAD >> 10))
+            searched = max(0, len(self.data) - 3)       # or an endless head would be searched from its start each time
             self.data += self.more()
-            found = mark.search(self.data)
+            found = mark.search(self.data, searched)
         before, self.data = self.data[:found.start()], self.data[found.end():]
         return before
 
@@ -1932,27 +1936,39 @@ class Inbox:
                 pass
 
 
-def inflated(body: bytes, most: int) -> Iterator[bytes]:
-    """A compressed body, member by member.  EOFError: it broke off; OverflowError: too much of it."""
-    while body:
-        inflater = zlib.decompressobj(47)
-        yield inflater.decompress(body, most)
-        if inflater.unconsumed_tail:
-            raise OverflowError("more than %d MB as one reply" % (most >> 20))
-        if not inflater.eof:
-            raise EOFError("the compressed reply broke off")
-        body = inflater.unused_data
+def inflated(body: bytes, most: int, due: float) -> Iterator[bytes]:
+    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much of it.
+
+    It is taken in small pieces, since the end of a member costs a copy of what is left of its piece.
+    """
+    inflater = zlib.decompressobj(47)
+    for start in range(0, len(body), 4096):
+        piece = body[start:start + 4096]
+        while piece:
+            if time.monotonic() > due:
+                raise TimeoutError
+            inflater = zlib.decompressobj(47) if inflater.eof else inflater
+            part = inflater.decompress(piece, most + 1)
+            most -= len(part)
+            if most < 0:
+                raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+            yield part
+            piece = inflater.unused_data
+    if body and not inflater.eof:
+        raise EOFError("the compressed reply broke off")
 
 
-def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
-    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
+def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math.inf) -> Response:
+    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it;
+    TimeoutError: it was not inflated when it was due.
+    """
     most = most or MAX_REPLY
     inbox, status = Inbox(receive, most), "100"
     while status[:1] == "1":                            # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
         version, status = first[:9], first[9:12]
         if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not re.match("[1-5][0-9][0-9]", status):
-            raise ValueError("it does not speak HTTP: " + first)
+            raise ValueError("it does not speak HTTP (or https, not http?): " + first)
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -1966,7 +1982,7 @@ def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     else:
         body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
     if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
-        body = b"".join(inflated(body, most))
+        body = b"".join(inflated(body, most, due))
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
     return Response(int(status), headers, body, kept_alive and not inbox.data)
@@ -2022,31 +2038,50 @@ class Client:
         return "\r\n".join(whole).encode("ascii")
 
     def exchange(self, head: bytes, data: bytes, timeout: float = 0.0, most: int = 0) -> Response:
-        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
-        timeout = timeout or self._timeout
-        now, response, kept, new = time.monotonic(), None, self._kept, True
+        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole.
+
+        A kept connection may be closed without notice: one that ends before any byte came of a response is opened
+        again, once, and the request is sent again.
+        """
+        request, due = b"%b%d\r\n\r\n%b" % (head, len(data), data), time.monotonic() + (timeout or self._timeout)
+        response = None
+        while response is None:
+            response = self._exchanged(request, due, most)
+        return response
+
+    def _exchanged(self, request: bytes, due: float, most: int) -> Optional[Response]:
+        """The response to a request; None, which a new connection never gives, where a kept one was closed."""
+        now, response, kept, first = time.monotonic(), None, self._kept, b""
+        used = connected = sent = False
         try:
             # Nothing can be due on a kept connection: it is closed, or out of step.  The look costs as much as some
             # calls do, so that one that was used a moment ago is trusted, until one has failed.
             if kept.connection is not None and (self._wary or now - kept.began > 0.05) and kept.has_news():
                 self.close()
             kept.began = now
-            new, kept.connection = kept.connection is None, kept.connection or self._connection()
-            self._deadlines[kept.connection] = now + timeout
-            if new:
+            used = connected = kept.connection is not None
+            kept.connection = kept.connection or self._connection()
+            self._deadlines[kept.connection] = due
+            if not used:
                 kept.connection.connect()
                 kept.connection.sock.settimeout(None)               # from here on end_overdue is the clock
-                kept.has_news, new = news_of(kept.connection.sock), False
+                kept.has_news, connected = news_of(kept.connection.sock), True
             sock = kept.connection.sock
-            sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
-            response = read_response(functools.partial(sock.recv, 1 << 16), most)
+            with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
+                sock.sendall(request)
+                sent = True
+            first = sock.recv(1 << 16)
+            parts = itertools.chain([first], iter(functools.partial(sock.recv, 1 << 16), None))
+            response = read_response(parts.__next__, most, due)
             return response
         except (OSError, EOFError, ValueError, OverflowError, zlib.error, self._http.HTTPException) as error:
-            self._wary = True
-            raise self._failure(TimeoutError() if time.monotonic() - now >= timeout else error, new)
+            self._wary, late = True, time.monotonic() >= due
+            if used and not first and not late and not (sent and isinstance(error, OSError)):
+                return None
+            raise self._failure(TimeoutError() if late else error, not connected, used or bool(first))
         finally:
             self._deadlines.pop(kept.connection, None)
-            if response is None or not response.kept_alive:
+            if response is None or not (sent and response.kept_alive):
                 self.close()
 
     def end_overdue(self, now: float) -> None:
@@ -2054,10 +2089,11 @@ class Client:
         outlive it.
         """
         import socket
-        for connection, deadline in self._deadlines.copy().items():
-            if now > deadline and connection.sock is not None:
+        for connection in list(self._deadlines):
+            sock = connection.sock                      # meanwhile its thread may close it, or begin its next call
+            if sock is not None and now > self._deadlines.get(connection, math.inf):
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)       # the reader gets an end, as in TLS
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)      # the reader gets an end, as in TLS
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
@@ -2076,7 +2112,7 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _failure(self, error: Exception, connecting: bool) -> CallFailed:
+    def _failure(self, error: Exception, connecting: bool, billed: bool) -> CallFailed:
         """What a broken transport means, in one line."""
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
@@ -2095,7 +2131,7 @@ class Client:
         if connecting:
             return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url right (http or https)?"
                               % (where, name, words), patience=3)
-        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), billed=True)
+        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), patience=3, billed=billed)
 
 
 def is_loopback(host: str) -> bool:
@@ -2426,17 +2462,33 @@ RUNNING: Set[int] = set()      # process groups of commands that are running
 def command_model(command: str, timeout: float) -> Call:
     """A shell command that reads the prompt on standard input and writes the reply."""
     import subprocess
+    import tempfile
 
     def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
-        with subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, start_new_session=True) as process:
+        # The prompt is a file, since communicate, which is called in slices to see how much came, forgets its input.
+        with tempfile.TemporaryFile() as asked:
+            asked.write(prompt.encode("utf-8"))
+            asked.seek(0)
+            process = subprocess.Popen(command, shell=True, stdin=asked, stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, start_new_session=True)
+        out, err, running, due = b"", b"", True, time.monotonic() + timeout
+        with process:
             RUNNING.add(process.pid)
             try:
-                out, err = process.communicate(prompt.encode("utf-8"), timeout)
-            except subprocess.TimeoutExpired:
-                kill_group(process.pid)
-                raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
+                while running:
+                    try:
+                        out, err = process.communicate(timeout=0.05)
+                        running = False
+                    except subprocess.TimeoutExpired as slice_:
+                        out, err = slice_.output or b"", slice_.stderr or b""
+                    if len(out) + len(err) > MAX_REPLY:
+                        raise CallFailed("stop", "the command wrote more than %d MB as one reply; fix the command"
+                                         % (MAX_REPLY >> 20), billed=True)
+                    if running and time.monotonic() > due:
+                        raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
             finally:
+                if running:
+                    kill_group(process.pid)
                 RUNNING.discard(process.pid)
         if process.returncode:
             said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]

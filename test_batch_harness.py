@@ -1568,6 +1568,24 @@ class EndpointCase(Case):
     def failures(self):
         return self.rows("runs/ledger.jsonl", "failure")
 
+    def listen(self, answer):
+        """A server below HTTP: `answer` gets each connection, which is closed after it.  An object with its base URL."""
+        listener, peers = socket.socket(), []
+        self.addCleanup(listener.close)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    peers.append(peer)
+                    with contextlib.suppress(OSError), peer:
+                        answer(peer)
+        threading.Thread(target=serve, daemon=True).start()
+        os.environ["OPENAI_API_KEY"] = KEY
+        return types.SimpleNamespace(base="http://127.0.0.1:%d/v1" % listener.getsockname()[1], peers=peers)
+
 
 class Models(EndpointCase):
     def test_an_endpoint_is_asked_as_its_api_wants(self):
@@ -1825,6 +1843,7 @@ class Models(EndpointCase):
                     handler.answer(200, completion(reply_to_prompt(prompt)), {})
                 else:
                     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    os.close(handler.connection.detach())       # at once: a shutdown before it would be an end, and no reset
                     handler.close_connection = True
             return answer
         server = self.serve(script)
@@ -1832,6 +1851,21 @@ class Models(EndpointCase):
         self.assertEqual(code, 3)
         self.assertEqual(len(server.requests), 10)
         self.assertEqual(len(self.rows("runs/ledger.jsonl")) + len(self.failures()), 10)
+
+    def test_a_kept_connection_that_ends_without_a_word_costs_no_failure(self):
+        on = {}
+
+        def script(prompt, number):
+            def answer(handler):
+                on[handler] = on.get(handler, 0) + 1
+                if on[handler] == 1:
+                    handler.answer(200, completion(reply_to_prompt(prompt)), {})
+                else:
+                    handler.close_connection = True             # it crossed with the request
+            return answer
+        server = self.serve(script)
+        self.assertEqual(self.ask(server, 5)[0], 0)
+        self.assertEqual((len(server.requests), server.connections, self.failures()), (9, 5, []))
 
     def test_a_connection_that_breaks_in_the_middle_of_a_reply_is_not_sent_again_unseen(self):
         import socket
@@ -2001,6 +2035,68 @@ class Models(EndpointCase):
                 bh.read_response(iter([junk, b""]).__next__)
         with mock.patch.object(bh, "MAX_REPLY", 100), self.assertRaises(OverflowError):
             bh.read_response(lambda: b"HTTP/1.1 200 OK\r\nX: ")
+
+    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
+        def read(members, **more):
+            body = gzip.compress(b"x" * 600) * members
+            return bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + body, b""]).__next__, **more)
+        self.assertEqual(read(9, most=5400).body, b"x" * 5400)
+        with self.assertRaises(OverflowError):
+            read(9, most=5399)
+        with self.assertRaises(TimeoutError):
+            read(1, due=time.monotonic() - 1)
+
+    def test_what_has_no_end_is_given_up_soon_and_searched_once(self):
+        for head in (b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;"):
+            pieces = [head] + [b"X-Y: zzz " * 100] * 80
+            with self.assertRaises(OverflowError):
+                bh.read_response(iter(pieces).__next__)
+        places, mark = [], re.compile(b"END.")
+        inbox = bh.Inbox(iter([b"a" * 50] * 9 + [b"EN", b"D."]).__next__, 1000)
+        before = inbox.upto(types.SimpleNamespace(search=lambda data, *place: places.append(place) or mark.search(data, *place)))
+        self.assertEqual((before, inbox.data), (b"a" * 450, b""))
+        self.assertEqual(places[2:5], [(47,), (97,), (147,)])
+
+    def test_a_call_that_has_just_ended_is_not_shut_down(self):
+        class Connection:
+            shut, socks = [], []
+
+            @property
+            def sock(self):
+                self.on_look()
+                return self.socks.pop() if self.socks else None
+        client = bh.Client("http://127.0.0.1:1/v1", 5, [], "")
+        for looks in (1, 2):                    # it let go of the connection between two looks, or began its next call on it
+            connection, (ours, theirs) = Connection(), socket.socketpair()
+            with ours, theirs:
+                connection.socks = [ours] * looks
+                client._deadlines[connection] = 1.0
+                connection.on_look = lambda: client._deadlines.update({connection: 20.0})
+                client.end_overdue(10.0)
+                client._deadlines.clear()
+                ours.sendall(b"still open")
+
+    def test_a_transport_that_never_worked_is_tried_three_times(self):
+        for answer, words, billed in ((lambda peer: peer.recv(9999) and peer.sendall(b"SSH-2.0-x\r\n\r\n"), "does not speak HTTP", True),
+                                      (lambda peer: peer.recv(9999) and peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"), "broke off", True),
+                                      (lambda peer: peer.recv(9999), "broke off", False)):
+            server = self.listen(answer)
+            code, out, err = self.ask(server, 3)
+            self.assertEqual((code, len(server.peers)), (3, 3), out + err)
+            self.assertIn(words, out)
+            self.assertEqual({row["billed"] for row in self.failures()}, {billed})
+            os.remove("runs/ledger.jsonl")
+
+    def test_an_answer_that_comes_before_all_was_sent_is_read(self):
+        def early(peer):
+            peer.recv(1000)
+            body = error_body(message="no such key")
+            peer.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        server = self.listen(early)
+        self.write("items.jsonl", json.dumps({"text": "long " * 2000000}))
+        code, out, err = self.ask(server, 0)
+        self.assertEqual((code, len(server.peers)), (3, 1), out + err)
+        self.assertIn("no such key; check the key", out)
 
     def test_a_slow_drip_cannot_outlive_the_time_of_a_call(self):
         def drip(handler):
@@ -2497,6 +2593,23 @@ class Models(EndpointCase):
         self.assertIn("log in first", out)
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "cmd:no_such_command_at_all", "--ledger", "l.jsonl")[0], 3)
         self.assertEqual(len(self.rows("l.jsonl", "failure")), 1)
+
+    def test_a_command_that_writes_without_end_is_ended(self):
+        self.items_file(1)
+        with mock.patch.object(bh, "MAX_REPLY", 1 << 20):
+            for command in ("head -c 9000000 /dev/zero", "head -c 9000000 /dev/zero >&2"):
+                code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command, "--timeout", "5s")
+                self.assertEqual((code, len(self.failures())), (3, 1), out + err)
+                self.assertIn("more than 1 MB", out)
+                os.remove("runs/ledger.jsonl")
+
+    def test_a_command_gets_a_long_prompt_whole_however_slowly_it_reads(self):
+        self.write("items.jsonl", json.dumps({"text": "long " * 100000}))
+        command = "sleep 0.2; echo [{\\\"id\\\": \\\"%s\\\", \\\"answer\\\": \\\"$(cat | wc -c)\\\"}]" % bh.item_id("long " * 100000)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command)
+        self.assertEqual(code, 0, out + err)
+        [answer] = self.rows("runs/ledger.jsonl")[0]["answers"].values()
+        self.assertGreater(int(answer), 500000)
 
     @unittest.skipUnless(os.path.isdir("/proc/self"), "looks for processes in /proc")
     def test_a_command_that_outlives_its_time_leaves_no_process(self):
