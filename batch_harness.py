@@ -62,6 +62,7 @@ import string
 import sys
 import threading
 import time
+import weakref
 import zlib
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Set, Tuple, Union)
@@ -1866,6 +1867,9 @@ def endpoint_key(options: argparse.Namespace, provider: Provider, url: str) -> s
 
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
+CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
+    **dict.fromkeys((9, 10), "check this machine's clock, or have the server's certificate renewed"),
+    **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
 END_OF_LINE, END_OF_HEAD = re.compile(rb"\r?\n"), re.compile(rb"\r?\n\r?\n")
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
@@ -2020,7 +2024,13 @@ class Client:
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
         if self._tls:
             import ssl
-            self._context = ssl.create_default_context()
+            self._context, trusted = ssl.create_default_context(), os.environ.get("SSL_CERT_FILE")
+            if trusted:                                 # which is passed over in silence where it cannot be read
+                try:
+                    self._context.load_verify_locations(trusted)
+                except OSError as error:
+                    raise HarnessError("SSL_CERT_FILE names %s, which holds no certificates that can be read: %s; set "
+                                       "it to a PEM file, or unset it" % (trusted, error.strerror or error))
         logins = [] if self._proxy is None else [self._proxy.password or "", *(v[6:] for v in self._login.values())]
         pairs = [pair.partition("=") for pair in url.query.split("&")]
         secrets = [secret, *logins, *(value for _, _, value in pairs)]
@@ -2066,6 +2076,7 @@ class Client:
                 kept.connection.connect()
                 kept.connection.sock.settimeout(None)               # from here on end_overdue is the clock
                 kept.has_news, connected = news_of(kept.connection.sock), True
+                weakref.finalize(kept.connection, kept.connection.sock.close)       # when its thread has ended
             sock = kept.connection.sock
             with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
                 sock.sendall(request)
@@ -2118,7 +2129,9 @@ class Client:
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
         name, words = type(error).__name__, self.mask(str(error))
         if name == "SSLCertVerificationError":
-            return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
+            remedy = CERTIFICATES.get(getattr(error, "verify_code", 0), "set SSL_CERT_FILE to that of who signed it")
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
+                where, getattr(error, "verify_message", words), remedy))
         if isinstance(error, OverflowError):
             return CallFailed("stop", "%s sent %s; check --base-url" % (where, words), billed=True)
         if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:      # no host name; no TLS there
@@ -2139,7 +2152,7 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or re.match(r"127(\.\d+){3}\Z", host) is not None
 
 
-def split_url(text: str, what: str) -> Any:
+def split_url(text: str, what: str, form: str = "https://HOST:PORT/PATH") -> Any:
     """The parts of an HTTP URL; HarnessError, which never shows it, when it is none."""
     import urllib.parse
     with contextlib.suppress(ValueError):
@@ -2147,7 +2160,7 @@ def split_url(text: str, what: str) -> Any:
         fine = url.scheme in ("http", "https") and url.hostname and url.port != 0 and url.hostname.encode("idna")
         if fine and re.match(r"[\x21-\x7e]+\Z", text):
             return url
-    raise HarnessError("%s is not of the form https://HOST:PORT/PATH; set it again" % what)
+    raise HarnessError("%s is not of the form %s; set it again" % (what, form))
 
 
 def news_of(sock: Any) -> Callable[[], bool]:
@@ -2182,9 +2195,12 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
     through = "" if not host or urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme, "")
     if not through:
         return None, {}
-    proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme)
-    if proxy.scheme == "https":
-        raise HarnessError("the proxy in %s_proxy is an https:// one, which is not supported; write http://" % scheme)
+    kind = re.match(r"(?!http:)([a-z][a-z0-9]*)://", through, re.I)
+    if kind:
+        raise HarnessError("the proxy in %s_proxy speaks %s, which is not supported; set it to an HTTP proxy, "
+                           "http://HOST:PORT, or set no_proxy" % (scheme, kind.group(1)))
+    proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme,
+                      "http://HOST:PORT")
     login = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
     basic = {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
     return proxy, basic if proxy.username else {}
@@ -6169,6 +6185,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             os.open(os.devnull, os.O_RDWR)
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
+        if sys.getfilesystemencoding() != "utf-8" and any(map(SURROGATE.search, words)):
+            raise HarnessError("what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
         options = parser().parse_args(words)
         command = {"report": command_report, "explain": command_explain, "export": command_export,
                    "collect": command_collect, "audit": command_audit, "apply": command_apply,

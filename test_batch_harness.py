@@ -27,6 +27,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -2518,6 +2519,43 @@ class Models(EndpointCase):
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "openai:x", "--ledger", "l.jsonl")[0], 0)
         self.assertEqual([body["model"] for _, _, body in server.requests], ["qwen2.5:7b", "x"])
 
+    @unittest.skipUnless(shutil.which("openssl"), "makes certificates with openssl")
+    def test_every_fault_of_a_certificate_has_its_own_words(self):
+        def certificate(name, days, subject):
+            self.write(name + ".cnf", "subjectAltName=" + subject)
+            for words in ("req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout %s.key -out %s.req -subj /CN=x" % (name, name),
+                          "x509 -req -in %s.req -signkey %s.key -days %d -extfile %s.cnf -out %s.pem" % (name, name, days, name, name)):
+                subprocess.run(["openssl"] + words.split(), check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        for name, days, subject, trusted, words in (
+                ("good", 1, "IP:127.0.0.1", "good.pem", "1 of 1 items answered"), ("other", 1, "IP:127.0.0.9", "other.pem", "write the name it was made for"),
+                ("unsigned", 1, "IP:127.0.0.1", "good.pem", "set SSL_CERT_FILE"), ("late", -1, "IP:127.0.0.1", "late.pem", "expired; check this machine's clock")):
+            certificate(name, days, subject)
+            server = self.serve()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(name + ".pem", name + ".key")
+            server.server.socket = context.wrap_socket(server.server.socket, server_side=True)
+            server.base = server.base.replace("http", "https")
+            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": trusted}):
+                code, out, err = self.ask(server)
+            self.assertIn(words, out)
+            os.remove("runs/ledger.jsonl")
+        server.base = server.base.replace("https", "http")          # the other way round: no TLS where there should be
+        self.assertRegex(self.ask(server)[1], "failed 3 times in a row: no whole reply|failed 3 times in a row: cannot reach")
+
+    def test_certificates_that_cannot_be_read_are_refused_at_once(self):
+        self.items_file(1)
+        os.environ["OPENAI_API_KEY"] = KEY
+        for place in ("none.pem", "items.jsonl", "."):
+            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": place}):
+                self.assertIn("SSL_CERT_FILE names " + place, self.refused("--input", "items.jsonl", "--model", "openai:x"))
+
+    def test_no_connection_is_left_open_at_the_end(self):
+        server = self.serve()
+        self.items_file(8)
+        run = subprocess.run([sys.executable, "-X", "dev", PROGRAM, "--input", "items.jsonl", "--model", "m", "--base-url", server.base, "--workers", "4"],
+                             capture_output=True)
+        self.assertEqual((run.returncode, b"Warning" in run.stderr), (0, False), run.stderr)
+
     def test_loopback_never_goes_through_a_proxy(self):
         server = self.serve()
         with mock.patch.dict(os.environ, {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}):
@@ -2537,9 +2575,11 @@ class Models(EndpointCase):
         with mock.patch.dict(os.environ, {"http_proxy": address}):
             self.assertEqual(self.main(*words)[0], 0)
         self.assertEqual(proxy.requests[0][1]["Proxy-Authorization"], "Basic bWU6cEBzcw==")
-        for broken in ("http://127.0.0.1:bad", "http://[bad", "https://127.0.0.1:9", "socks5://127.0.0.1:9"):
+        for broken, said in (("http://127.0.0.1:bad", "http://HOST:PORT"), ("http://[bad", "http://HOST:PORT"),
+                             ("https://127.0.0.1:9", "speaks https"), ("socks5h://127.0.0.1:9", "speaks socks5h")):
             with mock.patch.dict(os.environ, {"http_proxy": broken}):
-                self.assertEqual(self.main(*words, "--ledger", "new/x.jsonl")[0], 2)
+                code, out, err = self.main(*words, "--ledger", "new/x.jsonl")
+                self.assertEqual((code, said in err, "https://HOST" in err), (2, True, False), err)
 
     def test_a_proxy_that_refuses_ends_the_run_in_one_line(self):
         proxy = self.serve(lambda prompt, n: (407, b"<html>login", {"Proxy-Authenticate": "Basic"}))
@@ -5137,6 +5177,15 @@ class CommandLine(Case):
         for mark in "\u202a\u202e\u2066\u2069":             # these write backwards what follows
             bh.Speaker(stream)(mark)
         self.assertTrue(stream.getvalue().endswith("e\n?\n?\n?\n?\n"))
+
+    def test_letters_that_the_locale_cannot_hold_are_refused_in_words(self):
+        self.items_file(1)
+        env = dict(os.environ, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+        words = ["--input", "items.jsonl", "--model", "demo", "--instruction", b"Gut f\xc3\xbcr wen?"]
+        run = subprocess.run([sys.executable, PROGRAM] + words, env=env, capture_output=True)
+        if run.returncode:              # where file names are UTF-8 in any locale it just works
+            self.assertEqual((run.returncode, run.stderr.count(b"\n")), (2, 1))
+            self.assertIn(b"set LC_ALL=C.UTF-8", run.stderr)
 
     def test_numbers_beyond_all_use_are_refused(self):
         self.items_file(1)
