@@ -82,6 +82,7 @@ import operator
 import re
 import string
 import threading
+import weakref
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Set, Tuple, Union)
 
@@ -127,10 +128,13 @@ NORMALISATIONS: Dict[str, str] = {
     "id_integer": "an id of digits only was written as a JSON integer",
 }
 
-CUT_FINISHES = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded"})
-REFUSED_FINISHES = frozenset({"content_filter", "refusal"})
-FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource"})     # the endpoint broke off: no reply
+# Why a reply ended, compared as sent: Gemini's words are in capitals, "sensitive" and "network_error" are Zhipu's.
+CUT_FINISHES = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded", "MAX_TOKENS"})
+REFUSED_FINISHES = frozenset({"content_filter", "refusal", "sensitive", "SAFETY", "PROHIBITED_CONTENT", "RECITATION",
+                              "BLOCKLIST", "SPII"})
+FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource", "network_error"})    # no reply
 REJECTED = "rejected"                                           # our own finish: the endpoint refused the prompt
+MISPLACED = "json_in_reasoning"                                 # our own finish: all that came was beside the content
 
 DONE, QUARANTINED_LEFT, USAGE, STOPPED, WAITING, INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXITS: Dict[int, str] = {
@@ -1110,6 +1114,9 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise _Refused("rejected", refusal or "")
     if refusal or finish in REFUSED_FINISHES:
         raise _Refused("refused", (refusal or "finish: %s" % finish)[:MAX_KEPT])
+    if finish == MISPLACED:
+        raise _Refused("empty_reply", "the content is empty; the JSON stands in the reasoning, which is no answer: "
+                       "turn thinking off, or the server's reasoning parser")
     cut = finish in CUT_FINISHES
     if text is None or (isinstance(text, str) and not str.strip(text, "\ufeff \t\r\n")):
         raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
@@ -1408,7 +1415,7 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
 # the same fold serves the append and the replay.
 # ====================================================================================================================
 
-CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")        # what would steer a terminal
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")        # what would steer a terminal
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # what would break a line in a terminal or an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
@@ -2187,6 +2194,8 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url https://NAME.../openai/v1" % word)
     api, version = APIS[provider.api], options.api_version or next(iter(provider.versions), None)
+    if url.partition("?")[0].rstrip("/").endswith(api.path):
+        raise HarnessError("the base URL ends in %s, which is added to it here; leave that off" % api.path)
     check_parameters(options, word, provider, version)
     limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
     params = {**provider.defaults, **limit, **dict(options.param)}
@@ -2240,9 +2249,13 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
+CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
+    **dict.fromkeys((9, 10), "check this machine's clock, or have the server's certificate renewed"),
+    **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
 END_OF_LINE, END_OF_HEAD = re.compile(rb"\r?\n"), re.compile(rb"\r?\n\r?\n")
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
-MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
+MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
+MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
 
 
 class Response(NamedTuple):
@@ -2272,11 +2285,14 @@ class Inbox:
         return part
 
     def upto(self, mark: Any) -> bytes:
-        """The bytes before a pattern, which is passed over."""
+        """The bytes before a pattern of at most four, which is passed over."""
         found = mark.search(self.data)
         while not found:
+            if len(self.data) > MAX_HEAD:
+                raise OverflowError("more than %d kB as a head" % (MAX_HEAD >> 10))
+            searched = max(0, len(self.data) - 3)       # or an endless head would be searched from its start each time
             self.data += self.more()
-            found = mark.search(self.data)
+            found = mark.search(self.data, searched)
         before, self.data = self.data[:found.start()], self.data[found.end():]
         return before
 
@@ -2306,27 +2322,39 @@ class Inbox:
                 pass
 
 
-def inflated(body: bytes, most: int) -> Iterator[bytes]:
-    """A compressed body, member by member.  EOFError: it broke off; OverflowError: too much of it."""
-    while body:
-        inflater = zlib.decompressobj(47)
-        yield inflater.decompress(body, most)
-        if inflater.unconsumed_tail:
-            raise OverflowError("more than %d MB as one reply" % (most >> 20))
-        if not inflater.eof:
-            raise EOFError("the compressed reply broke off")
-        body = inflater.unused_data
+def inflated(body: bytes, most: int, due: float) -> Iterator[bytes]:
+    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much of it.
+
+    It is taken in small pieces, since the end of a member costs a copy of what is left of its piece.
+    """
+    inflater = zlib.decompressobj(47)
+    for start in range(0, len(body), 4096):
+        piece = body[start:start + 4096]
+        while piece:
+            if time.monotonic() > due:
+                raise TimeoutError
+            inflater = zlib.decompressobj(47) if inflater.eof else inflater
+            part = inflater.decompress(piece, most + 1)
+            most -= len(part)
+            if most < 0:
+                raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+            yield part
+            piece = inflater.unused_data
+    if body and not inflater.eof:
+        raise EOFError("the compressed reply broke off")
 
 
-def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
-    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
+def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math.inf) -> Response:
+    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it;
+    TimeoutError: it was not inflated when it was due.
+    """
     most = most or MAX_REPLY
     inbox, status = Inbox(receive, most), "100"
     while status[:1] == "1":                            # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
         version, status = first[:9], first[9:12]
         if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not re.match("[1-5][0-9][0-9]", status):
-            raise ValueError("it does not speak HTTP: " + first)
+            raise ValueError("it does not speak HTTP (or https, not http?): " + first)
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -2342,7 +2370,7 @@ def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
         if zlib is None:
             raise OverflowError("a compressed reply, and this Python has no module zlib")
-        body = b"".join(inflated(body, most))
+        body = b"".join(inflated(body, most, due))
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
     return Response(int(status), headers, body, kept_alive and not inbox.data)
@@ -2380,7 +2408,13 @@ class Client:
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
         if self._tls:
             import ssl
-            self._context = ssl.create_default_context()
+            self._context, trusted = ssl.create_default_context(), os.environ.get("SSL_CERT_FILE")
+            if trusted:                                 # which is passed over in silence where it cannot be read
+                try:
+                    self._context.load_verify_locations(trusted)
+                except OSError as error:
+                    raise HarnessError("SSL_CERT_FILE names %s, which holds no certificates that can be read: %s; set "
+                                       "it to a PEM file, or unset it" % (trusted, error.strerror or error))
         logins = [] if self._proxy is None else [self._proxy.password or "", *(v[6:] for v in self._login.values())]
         pairs = [pair.partition("=") for pair in url.query.split("&")]
         secrets = [secret, *logins, *(value for _, _, value in pairs)]
@@ -2398,31 +2432,51 @@ class Client:
         return "\r\n".join(whole).encode("ascii")
 
     def exchange(self, head: bytes, data: bytes, timeout: float = 0.0, most: int = 0) -> Response:
-        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
-        timeout = timeout or self._timeout
-        now, response, kept, new = time.monotonic(), None, self._kept, True
+        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole.
+
+        A kept connection may be closed without notice: one that ends before any byte came of a response is opened
+        again, once, and the request is sent again.
+        """
+        request, due = b"%b%d\r\n\r\n%b" % (head, len(data), data), time.monotonic() + (timeout or self._timeout)
+        response = None
+        while response is None:
+            response = self._exchanged(request, due, most)
+        return response
+
+    def _exchanged(self, request: bytes, due: float, most: int) -> Optional[Response]:
+        """The response to a request; None, which a new connection never gives, where a kept one was closed."""
+        now, response, kept, first = time.monotonic(), None, self._kept, b""
+        used = connected = sent = False
         try:
             # Nothing can be due on a kept connection: it is closed, or out of step.  The look costs as much as some
             # calls do, so that one that was used a moment ago is trusted, until one has failed.
             if kept.connection is not None and (self._wary or now - kept.began > 0.05) and kept.has_news():
                 self.close()
             kept.began = now
-            new, kept.connection = kept.connection is None, kept.connection or self._connection()
-            self._deadlines[kept.connection] = now + timeout
-            if new:
+            used = connected = kept.connection is not None
+            kept.connection = kept.connection or self._connection()
+            self._deadlines[kept.connection] = due
+            if not used:
                 kept.connection.connect()
                 kept.connection.sock.settimeout(None)               # from here on end_overdue is the clock
-                kept.has_news, new = news_of(kept.connection.sock), False
+                kept.has_news, connected = news_of(kept.connection.sock), True
+                weakref.finalize(kept.connection, kept.connection.sock.close)       # when its thread has ended
             sock = kept.connection.sock
-            sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
-            response = read_response(functools.partial(sock.recv, 1 << 16), most)
+            with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
+                sock.sendall(request)
+                sent = True
+            first = sock.recv(1 << 16)
+            parts = itertools.chain([first], iter(functools.partial(sock.recv, 1 << 16), None))
+            response = read_response(parts.__next__, most, due)
             return response
         except (OSError, EOFError, ValueError, OverflowError, ZLIB_ERROR, self._http.HTTPException) as error:
-            self._wary = True
-            raise self._failure(TimeoutError() if time.monotonic() - now >= timeout else error, new)
+            self._wary, late = True, time.monotonic() >= due
+            if used and not first and not late and not (sent and isinstance(error, OSError)):
+                return None
+            raise self._failure(TimeoutError() if late else error, not connected, used or bool(first))
         finally:
             self._deadlines.pop(kept.connection, None)
-            if response is None or not response.kept_alive:
+            if response is None or not (sent and response.kept_alive):
                 self.close()
 
     def end_overdue(self, now: float) -> None:
@@ -2430,10 +2484,11 @@ class Client:
         outlive it.
         """
         import socket
-        for connection, deadline in self._deadlines.copy().items():
-            if now > deadline and connection.sock is not None:
+        for connection in list(self._deadlines):
+            sock = connection.sock                      # meanwhile its thread may close it, or begin its next call
+            if sock is not None and now > self._deadlines.get(connection, math.inf):
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)       # the reader gets an end, as in TLS
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)      # the reader gets an end, as in TLS
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
@@ -2452,7 +2507,7 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _failure(self, error: Exception, connecting: bool) -> CallFailed:
+    def _failure(self, error: Exception, connecting: bool, billed: bool) -> CallFailed:
         """What a broken transport means, in one line."""
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
@@ -2460,7 +2515,9 @@ class Client:
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
+            remedy = CERTIFICATES.get(getattr(error, "verify_code", 0), "set SSL_CERT_FILE to that of who signed it")
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
+                where, getattr(error, "verify_message", words), remedy))
         if isinstance(error, OverflowError):
             return CallFailed("stop", "%s sent %s; check --base-url" % (where, words), billed=True)
         if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:      # no host name; no TLS there
@@ -2473,7 +2530,7 @@ class Client:
         if connecting:
             return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url right (http or https)?"
                               % (where, name, words), patience=3)
-        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), billed=True)
+        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), patience=3, billed=billed)
 
 
 def is_loopback(host: str) -> bool:
@@ -2481,7 +2538,7 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or re.match(r"127(\.\d+){3}\Z", host) is not None
 
 
-def split_url(text: str, what: str) -> Any:
+def split_url(text: str, what: str, form: str = "https://HOST:PORT/PATH") -> Any:
     """The parts of an HTTP URL; HarnessError, which never shows it, when it is none."""
     import encodings.idna               # noqa: F401, what every look-up of a host needs, of localhost too
     import urllib.parse
@@ -2490,7 +2547,7 @@ def split_url(text: str, what: str) -> Any:
         fine = url.scheme in ("http", "https") and url.hostname and url.port != 0 and url.hostname.encode("idna")
         if fine and re.match(r"[\x21-\x7e]+\Z", text):
             return url
-    raise HarnessError("%s is not of the form https://HOST:PORT/PATH; set it again" % what)
+    raise HarnessError("%s is not of the form %s; set it again" % (what, form))
 
 
 def news_of(sock: Any) -> Callable[[], bool]:
@@ -2525,9 +2582,12 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
     through = "" if not host or urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme, "")
     if not through:
         return None, {}
-    proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme)
-    if proxy.scheme == "https":
-        raise HarnessError("the proxy in %s_proxy is an https:// one, which is not supported; write http://" % scheme)
+    kind = re.match(r"(?!http:)([a-z][a-z0-9]*)://", through, re.I)
+    if kind:
+        raise HarnessError("the proxy in %s_proxy speaks %s, which is not supported; set it to an HTTP proxy, "
+                           "http://HOST:PORT, or set no_proxy" % (scheme, kind.group(1)))
+    proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme,
+                      "http://HOST:PORT")
     login = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
     basic = {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
     return proxy, basic if proxy.username else {}
@@ -2536,16 +2596,28 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
 # ---- what an API's words mean: pure ----
 
 STATUSES: Dict[int, str] = {                        # HTTP status -> kind of CallFailed; 5xx are retried, others stop
-    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry"}
+    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry",
+    501: "stop", 505: "stop"}
+NO_MONEY = ("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded", "billing_error",
+            "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "enforced_spend_limit_reached",
+            "contract_spend_limit_reached")
+BAD_KEY = ("invalid_api_key", "authentication_error", "API_KEY_INVALID")
 CODES: Dict[str, str] = {                           # error codes and types that say more than the status does
-    **dict.fromkeys(("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
-                     "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "billing_error",
-                     "enforced_spend_limit_reached", "contract_spend_limit_reached"), "stop"),
-    **dict.fromkeys(("unsupported_parameter", "unsupported_value", "invalid_api_key", "authentication_error",
-                     "API_KEY_INVALID", "model_not_found"), "stop"),
+    **dict.fromkeys((*NO_MONEY, *BAD_KEY, "unsupported_parameter", "unsupported_value", "model_not_found"), "stop"),
     **dict.fromkeys(("context_length_exceeded", "exceed_context_size_error", "content_filter"), "rejected")}
-HINTS = {401: "check the key", 402: "no money is left", 403: "the key may not do this", 407: "the proxy wants a login",
-         404: "check model and --base-url", 429: "no money or quota is left: mend that first"}
+PHRASES: Dict[str, str] = {                         # how an error begins that has no code -> the code it stands for
+    "Context size has been exceeded": "exceed_context_size_error",                  # llama.cpp, as HTTP 500
+    "the request exceeds the available context size": "exceed_context_size_error",  # its older builds and forks
+    "API key not valid": "API_KEY_INVALID",         # Gemini, as HTTP 400
+    "Incorrect API key provided": "invalid_api_key"}        # xAI, as HTTP 400
+HINTS: Dict[Any, str] = {                           # status or code -> what to do where no call can succeed
+    **dict.fromkeys(NO_MONEY, "no money or quota is left: mend that first"), 402: "no money is left",
+    **dict.fromkeys((401, *BAD_KEY), "check the key"), 403: "the key may not do this", 407: "the proxy wants a login",
+    **dict.fromkeys((404, "model_not_found"), "check model and --base-url"),
+    **dict.fromkeys((405, 410, 505), "check --base-url")}
+
+
+RESET = "reset-at-ms"                               # no header, but a wait in a body: until this time, in ms
 
 
 class ApiError(NamedTuple):
@@ -2555,7 +2627,7 @@ class ApiError(NamedTuple):
     codes: Tuple[str, ...] = ()
     blamed: Tuple[str, ...] = ()        # members of the request it blames
     generation: Any = None              # what the model wrote, where the endpoint refuses it as no JSON
-    wait: Optional[float] = None        # seconds it asks to wait
+    waits: Mapping[str, str] = {}       # how long it asks to wait, as headers would
 
 
 def an_object(value: Any) -> Mapping[str, Any]:
@@ -2574,12 +2646,15 @@ def error_in(document: Any, text: str) -> ApiError:
     details = [an_object(entry) for entry in (details if isinstance(details, list) else [details])]
     codes = [members.get("code"), members.get("type"), *(entry.get(name) for entry in details
                                                          for name in ("error_code", "reason"))]
-    waits = [re.match(r"(\d{1,9}(?:\.\d+)?)s\Z", str(entry.get("retryDelay"))) for entry in details]
+    codes += [code for phrase, code in PHRASES.items() if words.startswith(phrase)]
+    limits = an_object(an_object(members.get("metadata")).get("headers"))           # OpenRouter's; Google: "8.5s"
+    waits = {RESET: str(limits.get("X-RateLimit-Reset")), "retry-after": next(
+        (str(entry["retryDelay"])[:-1] for entry in details if "retryDelay" in entry), "")}
     blamed = [members.get("param"), *(loc[1] for loc in locs if isinstance(loc, list) and len(loc) > 1),
               words.partition(": ")[0]]             # Anthropic names the member before the words
     return ApiError(words, tuple(code for code in codes if isinstance(code, str)),
                     tuple(re.split(r"[.\[]", name)[0] for name in blamed if isinstance(name, str)),
-                    members.get("failed_generation"), next((float(wait.group(1)) for wait in waits if wait), None))
+                    members.get("failed_generation"), waits)
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
@@ -2589,14 +2664,15 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
     `sent` names the members of the request: an error that blames one, except the messages, would meet every call.
     """
     kind = {**STATUSES, **statuses}.get(status, "retry" if status >= 500 or status == 402 and wait else "stop")
-    told = [CODES[code] for code in error.codes if code in CODES]
-    kind = told[0] if told else kind
+    told = [code for code in error.codes if code in CODES]
+    kind = CODES[told[0]] if told else kind
     if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
         kind = "stop"
-    hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
-    hint = "; " + (hint or "mend the request (--param, --retry-param)") if kind == "stop" else ""
+    hint = "it redirects; name the final URL with --base-url" if status < 400 else next(
+        (HINTS[word] for word in (*told, status) if word in HINTS), "mend the request (--param, --retry-param)")
+    hint = "; " + hint if kind == "stop" else ""
     failure = CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
-                         billed=status >= 500)
+                         billed=status >= 500 and kind == "retry")
     failure.certain = bool(told) or status == 413 or status in statuses
     return failure
 
@@ -2604,11 +2680,11 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
 def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
     """Seconds the server asks to wait: retry-after-ms, or retry-after as seconds or a date.  None: nothing usable."""
     import email.utils
-    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0), (RESET, 0.001)):
         value = headers.get(name, "").strip()
         with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):     # junk is no wait
             if re.match(r"[-+.\d]+\Z", value):
-                wait = float(value) * scale
+                wait = float(value) * scale - (now if name == RESET else 0)
             else:
                 wait = email.utils.mktime_tz(email.utils.parsedate_tz(value)) - now  # type: ignore[arg-type]
             if math.isfinite(wait):
@@ -2634,13 +2710,22 @@ def first_choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
-    """The Reply in a body of OpenAI's chat form, or None where there is none.  Reasoning beside the content is left."""
+    """The Reply in a body of OpenAI's chat form, or None where there is none.
+
+    Reasoning beside the content is left, unless it is the JSON and there is no content: as MISPLACED it is shown.
+    """
     choice, usage = first_choice(document), an_object(document.get("usage"))
     finish, message = choice.get("finish_reason"), choice.get("message")
     if not isinstance(message, dict) and finish not in ENDED_EARLY:         # then some leave the message out
         return None
     message = an_object(message)
-    return Reply(text_of(message.get("content")), finish, message.get("refusal"), document.get("model"),
+    text = text_of(message.get("content"))
+    if (not text or text.isspace()) and finish not in tuple(REFUSED_FINISHES | FAILED_FINISHES):
+        thought: Any = message.get("reasoning_content") or message.get("reasoning")
+        with contextlib.suppress(ValueError, RecursionError, TypeError):
+            if isinstance(json.loads(thought), (dict, list)):
+                text, finish = thought, MISPLACED
+    return Reply(text, finish, message.get("refusal"), document.get("model"),
                  usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
@@ -2662,14 +2747,15 @@ class Api(NamedTuple):
 
     path: str
     version_header: str
+    online: Mapping[str, Any]                       # sent with each call, but not in a batch job
     reply: Callable[[Mapping[str, Any]], Optional[Reply]]
     structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
-    "chat": Api("/chat/completions", "", chat_reply, lambda schema: {"response_format": {
+    "chat": Api("/chat/completions", "", {"stream": False}, chat_reply, lambda schema: {"response_format": {
         "type": "json_schema", "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
-    "messages": Api("/v1/messages", "anthropic-version: %s", messages_reply, lambda schema: {"output_config": {
+    "messages": Api("/v1/messages", "anthropic-version: %s", {}, messages_reply, lambda schema: {"output_config": {
         "format": {"type": "json_schema", "schema": schema}}}),
 }
 
@@ -2726,8 +2812,9 @@ class Endpoint:
 
     def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
         """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
-        data = json.dumps(self.body(prompt, extra)).encode("ascii")
-        return self.reply(self._client.exchange(self._head, data), extra)
+        online = self._api.online
+        data = json.dumps({**online, **self.body(prompt, extra)}).encode("ascii")
+        return self.reply(self._client.exchange(self._head, data), (*online, *extra))
 
     def body(self, prompt: str, extra: Mapping[str, Any]) -> Dict[str, Any]:
         """The body of the request for a prompt."""
@@ -2766,9 +2853,8 @@ class Endpoint:
         if inner:                                       # an error inside a success: its own code is what tells
             code = str(an_object(inner).get("code"))
             status = int(code) if re.match(r"[45]\d\d\Z", code) else 500
-        wait = retry_after(response.headers, time.time())
-        raise classify(status, error._replace(words=mask(error.words)), error.wait if wait is None else wait, sent,
-                       self._statuses)
+        wait = retry_after({**error.waits, **response.headers}, time.time())
+        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self._statuses)
 
 
 # ---- models that need no network ----
@@ -2779,17 +2865,33 @@ RUNNING: Set[int] = set()      # process groups of commands that are running
 def command_model(command: str, timeout: float) -> Call:
     """A shell command that reads the prompt on standard input and writes the reply."""
     import subprocess
+    import tempfile
 
     def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
-        with subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, start_new_session=True) as process:
+        # The prompt is a file, since communicate, which is called in slices to see how much came, forgets its input.
+        with tempfile.TemporaryFile() as asked:
+            asked.write(prompt.encode("utf-8"))
+            asked.seek(0)
+            process = subprocess.Popen(command, shell=True, stdin=asked, stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, start_new_session=True)
+        out, err, running, due = b"", b"", True, time.monotonic() + timeout
+        with process:
             RUNNING.add(process.pid)
             try:
-                out, err = process.communicate(prompt.encode("utf-8"), timeout)
-            except subprocess.TimeoutExpired:
-                kill_group(process.pid)
-                raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
+                while running:
+                    try:
+                        out, err = process.communicate(timeout=0.05)
+                        running = False
+                    except subprocess.TimeoutExpired as slice_:
+                        out, err = slice_.output or b"", slice_.stderr or b""
+                    if len(out) + len(err) > MAX_REPLY:
+                        raise CallFailed("stop", "the command wrote more than %d MB as one reply; fix the command"
+                                         % (MAX_REPLY >> 20), billed=True)
+                    if running and time.monotonic() > due:
+                        raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
             finally:
+                if running:
+                    kill_group(process.pid)
                 RUNNING.discard(process.pid)
         if process.returncode:
             said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
@@ -3880,7 +3982,7 @@ class Jobs:
             document = json.loads(text)
         error = error_in(document, text)
         raise classify(response.status, error._replace(words=self._client.mask(error.words)),
-                       retry_after(response.headers, time.time()), ())
+                       retry_after({**error.waits, **response.headers}, time.time()), ())
 
 
 def without_bom(data: bytes) -> bytes:
@@ -6594,6 +6696,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             os.open(os.devnull, os.O_RDWR)
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
+        if sys.getfilesystemencoding() != "utf-8" and any(map(SURROGATE.search, words)):
+            raise HarnessError("what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
         options = Settings(**vars(parser().parse_args(words)))
         command = {"report": command_report, "explain": command_explain, "export": command_export,
                    "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(

@@ -27,6 +27,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -1796,6 +1797,24 @@ class EndpointCase(Case):
     def failures(self):
         return self.rows("runs/ledger.jsonl", "failure")
 
+    def listen(self, answer):
+        """A server below HTTP: `answer` gets each connection, which is closed after it.  An object with its base URL."""
+        listener, peers = socket.socket(), []
+        self.addCleanup(listener.close)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    peers.append(peer)
+                    with contextlib.suppress(OSError), peer:
+                        answer(peer)
+        threading.Thread(target=serve, daemon=True).start()
+        os.environ["OPENAI_API_KEY"] = KEY
+        return types.SimpleNamespace(base="http://127.0.0.1:%d/v1" % listener.getsockname()[1], peers=peers)
+
 
 class Models(EndpointCase):
     def test_an_endpoint_is_asked_as_its_api_wants(self):
@@ -1804,6 +1823,7 @@ class Models(EndpointCase):
         [(path, headers, body)] = server.requests
         self.assertEqual((path, headers["Authorization"], headers["Content-Type"]), ("/v1/chat/completions", "Bearer " + KEY, "application/json"))
         self.assertEqual((body["model"], body["temperature"], body["stop"], len(body["messages"])), ("asked-1", 0, ["x"], 1))
+        self.assertIs(body["stream"], False)                # some gateways stream unless they are told
         [row] = self.rows("runs/ledger.jsonl")
         self.assertEqual((row["model_string"], row["tokens_in"], row["tokens_out"], row["finish"], row["request_id"]), ("served-1", 40, 9, "stop", "req-1"))
         self.assertIn("texts go to " + server.base, err)
@@ -1842,7 +1862,7 @@ class Models(EndpointCase):
                 self.assertEqual(path, "/v1/messages" if name == "anthropic" else "/v1/chat/completions")
                 header, _, value = (row.header % KEY).partition(": ")
                 self.assertEqual(headers.get(header), value if row.key else None)
-                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"]})
+                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"], **bh.APIS[row.api].online})
                 self.assertEqual(len(body["messages"]), 1)
                 refusing.append((status, json.dumps(error).encode(), {}))
                 code, out, err = self.ask(server, 3, model=name + ":some/model:7b")
@@ -1895,6 +1915,13 @@ class Models(EndpointCase):
             self.assertEqual(server.requests[0][0], "/v1/messages")
             os.remove("runs/ledger.jsonl")
 
+    def test_a_base_url_is_not_the_url_of_a_call(self):
+        self.items_file(1)
+        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), KEY))
+        for model, path in (("openai:m", "/v1/chat/completions"), ("m", "/chat/completions/"), ("azure:m", "/chat/completions?api-version=1"),
+                            ("anthropic:m", "/v1/messages")):
+            self.assertIn("leave that off", self.refused("--input", "items.jsonl", "--model", model, "--base-url", "http://127.0.0.1:1" + path))
+
     def test_how_a_message_ended_reaches_the_verdict(self):
         for members, verdict in (({"stop_reason": "max_tokens", "content": [{"type": "text", "text": '[{"id": '}]}, "truncated"),
                                  ({"stop_reason": "model_context_window_exceeded", "content": []}, "truncated"), ({"content": []}, "empty_reply"),
@@ -1923,6 +1950,10 @@ class Models(EndpointCase):
         for status, document, kind in (
                 (400, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 400, "n_ctx": 8192}}, "rejected"),
                 (500, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 500}}, "rejected"),
+                (500, {"error": {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}}, "rejected"),
+                (500, {"error": {"message": "the request exceeds the available context size. try", "type": "server_error"}}, "rejected"),
+                (500, {"error": {"message": "Not so: Context size has been exceeded.", "type": "server_error"}}, "retry"),
+                (501, {"error": {"message": "x", "type": "not_supported_error", "code": 501}}, "stop"), (505, None, "stop"),
                 (503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, "retry"),
                 (401, {"error": "Unauthorized"}, "stop"), (404, {"error": "model 'x' not found"}, "stop"), (422, {"detail": "text"}, "rejected"),
                 (400, {"error": {"message": "Invalid schema for response_format", "param": "response_format"}}, "stop"),
@@ -2041,6 +2072,7 @@ class Models(EndpointCase):
                     handler.answer(200, completion(reply_to_prompt(prompt)), {})
                 else:
                     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    os.close(handler.connection.detach())       # at once: a shutdown before it would be an end, and no reset
                     handler.close_connection = True
             return answer
         server = self.serve(script)
@@ -2048,6 +2080,21 @@ class Models(EndpointCase):
         self.assertEqual(code, 3)
         self.assertEqual(len(server.requests), 10)
         self.assertEqual(len(self.rows("runs/ledger.jsonl")) + len(self.failures()), 10)
+
+    def test_a_kept_connection_that_ends_without_a_word_costs_no_failure(self):
+        on = {}
+
+        def script(prompt, number):
+            def answer(handler):
+                on[handler] = on.get(handler, 0) + 1
+                if on[handler] == 1:
+                    handler.answer(200, completion(reply_to_prompt(prompt)), {})
+                else:
+                    handler.close_connection = True             # it crossed with the request
+            return answer
+        server = self.serve(script)
+        self.assertEqual(self.ask(server, 5)[0], 0)
+        self.assertEqual((len(server.requests), server.connections, self.failures()), (9, 5, []))
 
     def test_a_connection_that_breaks_in_the_middle_of_a_reply_is_not_sent_again_unseen(self):
         import socket
@@ -2078,12 +2125,28 @@ class Models(EndpointCase):
         ({"choices": [{"message": {"content": '[{"id":"3f9a'}, "finish_reason": "length"}]}, "truncated"),
         ({"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, "empty_reply"),
         ({"choices": [{"message": {"content": "", "reasoning_content": "[]"}, "finish_reason": None}]}, "empty_reply"),
+        *(({"choices": [{"message": {}, "finish_reason": finish}]}, "refused")
+          for finish in ("SAFETY", "PROHIBITED_CONTENT", "RECITATION", "BLOCKLIST", "SPII", "sensitive")),
+        ({"choices": [{"message": {"content": '[{"id":'}, "finish_reason": "MAX_TOKENS"}]}, "truncated"),
+        ({"choices": [{"message": {"content": "", "reasoning": "[1]"}, "finish_reason": "SAFETY"}]}, "refused"),
+        ({"choices": [{"message": {"content": "", "reasoning": "hm"}, "finish_reason": "length"}]}, "truncated"),
     ]
 
     def test_what_a_reply_says_of_itself_reaches_the_verdict(self):
         for members, code in self.USABLE:
             self.ask(self.serve(lambda prompt, n: completion("", **members)), 1, "--attempts", "1")
             self.assertEqual(self.rows("runs/ledger.jsonl")[-1]["verdict"], code, members)
+            os.remove("runs/ledger.jsonl")
+
+    def test_json_that_stands_in_the_reasoning_is_shown_and_never_an_answer(self):
+        for name in ("reasoning_content", "reasoning"):
+            server = self.serve(lambda prompt, n: completion("", choices=[
+                {"message": {"content": " \n", name: reply_to_prompt(prompt)}, "finish_reason": "length"}]))
+            code, out, err = self.ask(server, 1, "--attempts", "1")
+            [row] = self.rows("runs/ledger.jsonl")
+            self.assertEqual((code, row["verdict"], "answers" in row, json.loads(row["reply"])[0]["answer"]), (1, "empty_reply", False, "good"))
+            self.assertIn("the JSON stands in the reasoning", row["detail"])
+            self.assertEqual(bh.rederived(row, bh.DEFAULT).code, "empty_reply")
             os.remove("runs/ledger.jsonl")
 
     def test_content_in_parts_is_joined_without_the_thinking(self):
@@ -2206,6 +2269,68 @@ class Models(EndpointCase):
         with mock.patch.object(bh, "zlib", None), self.assertRaisesRegex(OverflowError, "no module zlib"):
             bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx"]).__next__)
 
+    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
+        def read(members, **more):
+            body = gzip.compress(b"x" * 600) * members
+            return bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + body, b""]).__next__, **more)
+        self.assertEqual(read(9, most=5400).body, b"x" * 5400)
+        with self.assertRaises(OverflowError):
+            read(9, most=5399)
+        with self.assertRaises(TimeoutError):
+            read(1, due=time.monotonic() - 1)
+
+    def test_what_has_no_end_is_given_up_soon_and_searched_once(self):
+        for head in (b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;"):
+            pieces = [head] + [b"X-Y: zzz " * 100] * 80
+            with self.assertRaises(OverflowError):
+                bh.read_response(iter(pieces).__next__)
+        places, mark = [], re.compile(b"END.")
+        inbox = bh.Inbox(iter([b"a" * 50] * 9 + [b"EN", b"D."]).__next__, 1000)
+        before = inbox.upto(types.SimpleNamespace(search=lambda data, *place: places.append(place) or mark.search(data, *place)))
+        self.assertEqual((before, inbox.data), (b"a" * 450, b""))
+        self.assertEqual(places[2:5], [(47,), (97,), (147,)])
+
+    def test_a_call_that_has_just_ended_is_not_shut_down(self):
+        class Connection:
+            shut, socks = [], []
+
+            @property
+            def sock(self):
+                self.on_look()
+                return self.socks.pop() if self.socks else None
+        client = bh.Client("http://127.0.0.1:1/v1", 5, [], "")
+        for looks in (1, 2):                    # it let go of the connection between two looks, or began its next call on it
+            connection, (ours, theirs) = Connection(), socket.socketpair()
+            with ours, theirs:
+                connection.socks = [ours] * looks
+                client._deadlines[connection] = 1.0
+                connection.on_look = lambda: client._deadlines.update({connection: 20.0})
+                client.end_overdue(10.0)
+                client._deadlines.clear()
+                ours.sendall(b"still open")
+
+    def test_a_transport_that_never_worked_is_tried_three_times(self):
+        for answer, words, billed in ((lambda peer: peer.recv(9999) and peer.sendall(b"SSH-2.0-x\r\n\r\n"), "does not speak HTTP", True),
+                                      (lambda peer: peer.recv(9999) and peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"), "broke off", True),
+                                      (lambda peer: peer.recv(9999), "broke off", False)):
+            server = self.listen(answer)
+            code, out, err = self.ask(server, 3)
+            self.assertEqual((code, len(server.peers)), (3, 3), out + err)
+            self.assertIn(words, out)
+            self.assertEqual({row["billed"] for row in self.failures()}, {billed})
+            os.remove("runs/ledger.jsonl")
+
+    def test_an_answer_that_comes_before_all_was_sent_is_read(self):
+        def early(peer):
+            peer.recv(1000)
+            body = error_body(message="no such key")
+            peer.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        server = self.listen(early)
+        self.write("items.jsonl", json.dumps({"text": "long " * 2000000}))
+        code, out, err = self.ask(server, 0)
+        self.assertEqual((code, len(server.peers)), (3, 1), out + err)
+        self.assertIn("no such key; check the key", out)
+
     def test_a_slow_drip_cannot_outlive_the_time_of_a_call(self):
         def drip(handler):
             handler.send_response(200)
@@ -2279,7 +2404,11 @@ class Models(EndpointCase):
                 (400, error_body(message="x", param="seed.value"), "--param"),
                 (422, json.dumps({"detail": [{"type": "extra", "loc": ["body", "seed"], "msg": "no"}]}).encode(), "--param"),
                 (400, error_body(message="x", code="unsupported_value", param=None), "--param"),
-                (307, b"", "redirects"), (301, b"", "redirects"), (405, b"", "mend the request")):
+                (400, json.dumps([{"error": {"code": 400, "message": "x", "details": [{"reason": "API_KEY_INVALID"}]}}]).encode(), "check the key"),
+                (400, error_body(message="API key not valid. Please pass one.", code=400, status="INVALID_ARGUMENT"), "check the key"),
+                (400, json.dumps({"code": "x", "error": "Incorrect API key provided: z"}).encode(), "check the key"),
+                (501, b"", "mend the request"), (505, b"", "check --base-url"), (405, b"", "check --base-url"), (410, b"", "check --base-url"),
+                (307, b"", "redirects"), (301, b"", "redirects"), (418, b"", "mend the request")):
             with self.subTest(status=status, words=words):
                 server = self.serve(lambda prompt, n: (status, body, {"Location": "http://127.0.0.1:1/"}))
                 code, out, err = self.ask(server, 10, "--param", "seed=1")
@@ -2322,6 +2451,14 @@ class Models(EndpointCase):
         code, out, err = self.ask(server, 20)
         self.assertEqual(code, 1, out)
         self.assertIn("17 of 20 items answered, 3 quarantined, 0 pending", out)
+
+    def test_a_text_beyond_the_context_costs_its_batch_nothing(self):
+        error = error_body(code=500, message="Context size has been exceeded.", type="server_error")
+        server = self.serve(lambda prompt, n: (500, error, {}) if "number 2" in prompt else completion(reply_to_prompt(prompt)))
+        code, out, err = self.ask(server, 6, "--batch-size", "3")
+        self.assertEqual((code, len(server.requests), self.failures()), (1, 5, []), out + err)
+        [row] = [row for row in self.rows("runs/ledger.jsonl") if "quarantined" in row]
+        self.assertEqual((row["batch"], row["verdict"]), ([bh.item_id("text number 2")], "rejected"))
 
     def test_a_refused_text_in_every_batch_blocks_no_other_text(self):
         for status in (400, 413):
@@ -2531,12 +2668,22 @@ class Models(EndpointCase):
     def test_google_names_reason_and_wait_in_its_details(self):
         def body(**detail):
             return [{"error": {"code": 429, "message": "x", "status": "RESOURCE_EXHAUSTED", "details": [{"@type": "y"}, detail]}}]
-        self.assertEqual(bh.error_in(body(retryDelay="8.5s"), "").wait, 8.5)
-        self.assertIsNone(bh.error_in(body(retryDelay=["8s"]), "").wait)
+        self.assertEqual(bh.retry_after(bh.error_in(body(retryDelay="8.5s"), "").waits, 1.0), 8.5)
+        self.assertIsNone(bh.retry_after(bh.error_in(body(retryDelay=["8s"]), "").waits, 1.0))
         self.assertEqual(bh.classify(400, bh.error_in(body(reason="API_KEY_INVALID"), ""), None, ()).kind, "stop")
         server = self.serve(lambda prompt, n: (429, json.dumps(body(retryDelay="0.4s")).encode(), {}) if n == 1 else completion(reply_to_prompt(prompt)))
         self.assertEqual(self.ask(server, 1, model="gemini:m")[0], 0)
         self.assertGreaterEqual(server.times[1] - server.times[0], 0.4)
+
+    def test_openrouter_names_the_time_of_the_reset_in_its_body(self):
+        def body(moment):
+            return error_body(message="x", code=429, metadata={"headers": {"X-RateLimit-Limit": "20", "X-RateLimit-Reset": moment}})
+        for moment, wait in ((1790000006000, 6.0), ("1790000006000", 6.0), ("1780000006000", 0.0), ("soon", None), (None, None)):
+            self.assertEqual(bh.retry_after(bh.error_in(json.loads(body(moment)), "").waits, 1790000000.0), wait)
+        server = self.serve(lambda prompt, n: (429, body("%d" % (1000 * time.time() + 54e6)), {}))
+        code, out, err = self.ask(server, 1, model="openrouter:m")
+        self.assertEqual((code, len(server.requests)), (3, 1), out + err)
+        self.assertRegex(out, "asks to wait 5[34]")
 
     def test_an_absurd_wait_stops_the_run_in_words(self):
         for wait in ("99999999999999999999", "100000000000000000", "3600.5"):
@@ -2651,6 +2798,43 @@ class Models(EndpointCase):
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "openai:x", "--ledger", "l.jsonl")[0], 0)
         self.assertEqual([body["model"] for _, _, body in server.requests], ["qwen2.5:7b", "x"])
 
+    @unittest.skipUnless(shutil.which("openssl"), "makes certificates with openssl")
+    def test_every_fault_of_a_certificate_has_its_own_words(self):
+        def certificate(name, days, subject):
+            self.write(name + ".cnf", "subjectAltName=" + subject)
+            for words in ("req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout %s.key -out %s.req -subj /CN=x" % (name, name),
+                          "x509 -req -in %s.req -signkey %s.key -days %d -extfile %s.cnf -out %s.pem" % (name, name, days, name, name)):
+                subprocess.run(["openssl"] + words.split(), check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        for name, days, subject, trusted, words in (
+                ("good", 1, "IP:127.0.0.1", "good.pem", "1 of 1 items answered"), ("other", 1, "IP:127.0.0.9", "other.pem", "write the name it was made for"),
+                ("unsigned", 1, "IP:127.0.0.1", "good.pem", "set SSL_CERT_FILE"), ("late", -1, "IP:127.0.0.1", "late.pem", "expired; check this machine's clock")):
+            certificate(name, days, subject)
+            server = self.serve()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(name + ".pem", name + ".key")
+            server.server.socket = context.wrap_socket(server.server.socket, server_side=True)
+            server.base = server.base.replace("http", "https")
+            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": trusted}):
+                code, out, err = self.ask(server)
+            self.assertIn(words, out)
+            os.remove("runs/ledger.jsonl")
+        server.base = server.base.replace("https", "http")          # the other way round: no TLS where there should be
+        self.assertRegex(self.ask(server)[1], "failed 3 times in a row: no whole reply|failed 3 times in a row: cannot reach")
+
+    def test_certificates_that_cannot_be_read_are_refused_at_once(self):
+        self.items_file(1)
+        os.environ["OPENAI_API_KEY"] = KEY
+        for place in ("none.pem", "items.jsonl", "."):
+            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": place}):
+                self.assertIn("SSL_CERT_FILE names " + place, self.refused("--input", "items.jsonl", "--model", "openai:x"))
+
+    def test_no_connection_is_left_open_at_the_end(self):
+        server = self.serve()
+        self.items_file(8)
+        run = subprocess.run([sys.executable, "-X", "dev", PROGRAM, "--input", "items.jsonl", "--model", "m", "--base-url", server.base, "--workers", "4"],
+                             capture_output=True)
+        self.assertEqual((run.returncode, b"Warning" in run.stderr), (0, False), run.stderr)
+
     def test_loopback_never_goes_through_a_proxy(self):
         server = self.serve()
         with mock.patch.dict(os.environ, {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}):
@@ -2670,9 +2854,11 @@ class Models(EndpointCase):
         with mock.patch.dict(os.environ, {"http_proxy": address}):
             self.assertEqual(self.main(*words)[0], 0)
         self.assertEqual(proxy.requests[0][1]["Proxy-Authorization"], "Basic bWU6cEBzcw==")
-        for broken in ("http://127.0.0.1:bad", "http://[bad", "https://127.0.0.1:9", "socks5://127.0.0.1:9"):
+        for broken, said in (("http://127.0.0.1:bad", "http://HOST:PORT"), ("http://[bad", "http://HOST:PORT"),
+                             ("https://127.0.0.1:9", "speaks https"), ("socks5h://127.0.0.1:9", "speaks socks5h")):
             with mock.patch.dict(os.environ, {"http_proxy": broken}):
-                self.assertEqual(self.main(*words, "--ledger", "new/x.jsonl")[0], 2)
+                code, out, err = self.main(*words, "--ledger", "new/x.jsonl")
+                self.assertEqual((code, said in err, "https://HOST" in err), (2, True, False), err)
 
     def test_a_proxy_that_refuses_ends_the_run_in_one_line(self):
         proxy = self.serve(lambda prompt, n: (407, b"<html>login", {"Proxy-Authenticate": "Basic"}))
@@ -2726,6 +2912,23 @@ class Models(EndpointCase):
         self.assertIn("log in first", out)
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "cmd:no_such_command_at_all", "--ledger", "l.jsonl")[0], 3)
         self.assertEqual(len(self.rows("l.jsonl", "failure")), 1)
+
+    def test_a_command_that_writes_without_end_is_ended(self):
+        self.items_file(1)
+        with mock.patch.object(bh, "MAX_REPLY", 1 << 20):
+            for command in ("head -c 9000000 /dev/zero", "head -c 9000000 /dev/zero >&2"):
+                code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command, "--timeout", "5s")
+                self.assertEqual((code, len(self.failures())), (3, 1), out + err)
+                self.assertIn("more than 1 MB", out)
+                os.remove("runs/ledger.jsonl")
+
+    def test_a_command_gets_a_long_prompt_whole_however_slowly_it_reads(self):
+        self.write("items.jsonl", json.dumps({"text": "long " * 100000}))
+        command = "sleep 0.2; echo [{\\\"id\\\": \\\"%s\\\", \\\"answer\\\": \\\"$(cat | wc -c)\\\"}]" % bh.item_id("long " * 100000)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command)
+        self.assertEqual(code, 0, out + err)
+        [answer] = self.rows("runs/ledger.jsonl")[0]["answers"].values()
+        self.assertGreater(int(answer), 500000)
 
     @unittest.skipUnless(os.path.isdir("/proc/self"), "looks for processes in /proc")
     def test_a_command_that_outlives_its_time_leaves_no_process(self):
@@ -5583,6 +5786,18 @@ class CommandLine(Case):
         stream = io.StringIO()
         bh.Speaker(stream)("a\x1b]0;x\x07b\x9bc\td\ne")
         self.assertEqual(stream.getvalue(), "a?]0;x?b?c\td\ne\n")
+        for mark in "\u202a\u202e\u2066\u2069":             # these write backwards what follows
+            bh.Speaker(stream)(mark)
+        self.assertTrue(stream.getvalue().endswith("e\n?\n?\n?\n?\n"))
+
+    def test_letters_that_the_locale_cannot_hold_are_refused_in_words(self):
+        self.items_file(1)
+        env = dict(os.environ, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+        words = ["--input", "items.jsonl", "--model", "demo", "--instruction", b"Gut f\xc3\xbcr wen?"]
+        run = subprocess.run([sys.executable, PROGRAM] + words, env=env, capture_output=True)
+        if run.returncode:              # where file names are UTF-8 in any locale it just works
+            self.assertEqual((run.returncode, run.stderr.count(b"\n")), (2, 1))
+            self.assertIn(b"set LC_ALL=C.UTF-8", run.stderr)
 
     def test_numbers_beyond_all_use_are_refused(self):
         self.items_file(1)
