@@ -2078,9 +2078,11 @@ class Client:
                 kept.has_news, connected = news_of(kept.connection.sock), True
                 weakref.finalize(kept.connection, kept.connection.sock.close)       # when its thread has ended
             sock = kept.connection.sock
-            with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
+            try:
                 sock.sendall(request)
                 sent = True
+            except OSError:                             # who answers before all is read, and closes, has answered
+                pass
             first = sock.recv(1 << 16)
             parts = itertools.chain([first], iter(functools.partial(sock.recv, 1 << 16), None))
             response = read_response(parts.__next__, most, due)
