@@ -1941,7 +1941,7 @@ class Inbox:
 
 
 def inflated(body: bytes, most: int, due: float) -> Iterator[bytes]:
-    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much of it.
+    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much.
 
     It is taken in small pieces, since the end of a member costs a copy of what is left of its piece.
     """
