@@ -2323,7 +2323,7 @@ class Inbox:
 
 
 def inflated(body: bytes, most: int, due: float) -> Iterator[bytes]:
-    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much of it.
+    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much.
 
     It is taken in small pieces, since the end of a member costs a copy of what is left of its piece.
     """
@@ -2462,9 +2462,11 @@ class Client:
                 kept.has_news, connected = news_of(kept.connection.sock), True
                 weakref.finalize(kept.connection, kept.connection.sock.close)       # when its thread has ended
             sock = kept.connection.sock
-            with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
+            try:
                 sock.sendall(request)
                 sent = True
+            except OSError:                             # who answers before all is read, and closes, has answered
+                pass
             first = sock.recv(1 << 16)
             parts = itertools.chain([first], iter(functools.partial(sock.recv, 1 << 16), None))
             response = read_response(parts.__next__, most, due)
