@@ -4177,7 +4177,7 @@ class Arm:
     def __init__(self, name: Dict[str, Any], asked: str, fields: Mapping[str, Any]) -> None:
         self.name, self.asked = name, asked                 # by the words of GROUP; the model that was asked for
         self.model = (name["model_string"], None if name["model_string"] else asked)
-        self.fields = fields                                # of the task: name -> schema
+        self.fields = fields                                # of the task: name -> schema; none where it is not known
         self.tally: Counter[str] = collections.Counter()
         self.ms: List[int] = []
         self.answers: Dict[int, Answer] = {}                # by key_of(digest)
@@ -4230,7 +4230,7 @@ class Reading:
         row = line.row or {}
         if row["event"] == "run":
             self.runs.append(row)
-            self._models[row["run"]] = row["model"], an_object(row["task"].get("fields")) or DEFAULT_TASK["fields"]
+            self._models[row["run"]] = row["model"], an_object(row["task"].get("fields"))
         elif row["event"] == "attempt":
             self._attempt(ledger, line.number, row)
         elif row["event"] == "failure":
@@ -4240,9 +4240,10 @@ class Reading:
 
     def _attempt(self, ledger: str, number: int, row: Dict[str, Any]) -> None:
         name = {"ledger": ledger, **{word: row.get(word) for word in GROUP[1:]}}
-        asked, fields = self._models.get(row["run"], ("?", DEFAULT_TASK["fields"]))
+        asked, fields = self._models.get(row["run"], ("?", {}))         # its run row may be damaged or gone
         string: Any = name["model_string"]
-        arm = self.arms.setdefault((*name.values(), asked * (not string)), Arm(name, asked, fields))
+        key = (*name.values(), asked * (not string), *fields)
+        arm = self.arms[key] if key in self.arms else self.arms.setdefault(key, Arm(name, asked, fields))
         arm.add(row)
         before = self._last.setdefault((ledger, asked), string) if string else string
         if string != before:
@@ -4327,8 +4328,10 @@ def compared(arm: Arm, alike: Sequence[Arm]) -> Comparison:
 
 
 def size_decision(arm: Arm, base: Optional[Arm], found: Comparison, options: argparse.Namespace) -> Tuple[str, str]:
-    """The decision on an arm's size, and why: baseline first, baseline, not yet, safe, not safe."""
+    """The decision on an arm's size, and why: not compared, baseline first, baseline, not yet, safe, not safe."""
     first, failed, shift = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"], found.shift
+    if not arm.fields:
+        return "not compared", "the row of the run, which tells the task, is damaged or gone"
     if arm.name["size"] == 1:
         return "baseline", "%d single first calls" % first
     if base is None or found.singles < BASELINE:
@@ -4524,12 +4527,12 @@ def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: argparse.N
     """Every arm as data, against the first arm of size 1 of its task, model and form, and that against the next."""
     datas = []
     for arm in arms:
-        alike = [other for other in arms if other.name["size"] == 1 and other.tally["first"]
-                 and other.model == arm.model and all(
+        alike = [other for other in arms if arm.fields and other.name["size"] == 1 and other.tally["first"]
+                 and other.model == arm.model and list(other.fields) == list(arm.fields) and all(
                      other.name[word] == arm.name[word] for word in ("stage", "task", "form"))]
         base = alike[0] if alike else None
         found = Comparison() if base is None or base is arm else compared(arm, alike)
-        judged = {} if gold is None else gold_data(arm, base, gold, options.gold_field)
+        judged = {} if gold is None or not arm.fields else gold_data(arm, base, gold, options.gold_field)
         datas.append({**arm_data(arm, base, found, options), **judged})
     if gold and datas and all("lost" not in data for data in datas):
         raise HarnessError("no %s of %s is a label of a task on the ledger; check --gold-field" % (
