@@ -5245,6 +5245,101 @@ class AuditAndApply(EndpointCase):
             self.assertIn("e.jsonl:%d: " % (place + 1), out)
             self.assertIn(said, out)
 
+    def test_every_member_that_can_be_derived_is(self):
+        self.items_file(8)
+        words = ("--input", "items.jsonl", "--labels", "good,bad", "--batch-size", "2", "--ledger", "l.jsonl")
+        self.main(*words, "--model", "demo:value=0.6,seed=5")
+        self.assertEqual(self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")[0], 0)
+        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
+
+        def first(**members):
+            return next(n for n, row in enumerate(rows) if row["event"] == "attempt" and all(
+                row.get(name) == value for name, value in members.items()))
+        good, failed = first(verdict="ok", fallback=False), first(verdict="bad_value", fallback=False)
+        single = first(fallback=True)
+        items = rows[good]["batch"]
+        for place, change, said in (
+                (good, {"batch_id": "0" * 12}, "batch_id is neither that of its items nor that of a batch"),
+                (good, {"size": 3}, "size is 3, and its run asks at 2"),
+                (good, {"attempt": 2}, "attempt 2, and no attempt 1 of these items failed before"),
+                (good, {"fallback": True}, "fallback is true, and its items had not failed before"),
+                (single, {"fallback": False}, "fallback is false, and its items had failed before"),
+                (good, {"reordered": True}, "reordered is true, and by its reply false"),
+                (good, {"normalised": ["fence"]}, 'normalised is ["fence"], and by its reply []'),
+                (good, {"sources": [88, 99]}, "its sources are not those of the input"),
+                (failed, {"verdict": "not_json"}, "its verdict is not_json, and its reply is bad_value today"),
+                (failed, {"quarantined": rows[failed]["batch"], "text_sha": [
+                    bh.text_digest("text number %d" % n)[:32] for name in rows[failed]["batch"]
+                    for n in range(8) if bh.item_id("text number %d" % n) == name]},
+                 "it puts its items into quarantine, and calls were left to be made"),
+                (0, {"items": 7}, "has 7 items, and the input of its digest has 8"),
+                (0, {"digest": "0" * 32}, "the digest of run")):
+            self.edited(place, lambda row: row.update(change))
+            code, out = self.audit("--ledger", "e.jsonl", "--input", "items.jsonl")
+            self.assertEqual(code, 1, said)
+            self.assertIn(said, out)
+        last = json.loads(self.bytes("l.jsonl").splitlines()[-1])
+        lines = self.bytes("l.jsonl")
+        applied = {"event": "apply", "task": last["task"], "target": "posts", "applied": [bh.item_id("never asked")],
+                   "seq": last["seq"] + 1, "prev": "%08x" % zlib.crc32(lines.splitlines()[-1])}
+        self.write("e.jsonl", lines + json.dumps(applied).encode() + b"\n")
+        self.assertIn("applied: no row before it answers item", self.audit("--ledger", "e.jsonl")[1])
+        self.assertTrue(items)
+
+    def test_a_line_that_is_whole_json_and_no_row_is_a_fault_and_a_cut_one_is_told(self):
+        self.run_(8)
+        lines = self.bytes("l.jsonl").splitlines()
+        for place, old, new in ((1, b'"verdict": "', b'"verdict": "x'), (1, b'"attempt": ', b'"attempt": 1, "attempt": ')):
+            edited = lines[:place] + [lines[place].replace(old, new, 1)]
+            row = json.loads(lines[place + 1])
+            row.update(prev="%08x" % zlib.crc32(edited[-1]))
+            self.write("e.jsonl", b"\n".join([*edited, json.dumps(row).encode(), b""]))
+            code, out = self.audit("--ledger", "e.jsonl")
+            self.assertEqual(code, 1)
+            self.assertIn("e.jsonl:2: it is whole JSON and no row: edited, or of another version", out)
+        for end, said in ((lines[1][:-9], "the last line (%d) is cut or garbage"), (b"\0\0\0", "the last line (%d) is cut or garbage")):
+            self.write("e.jsonl", b"\n".join([*lines, end]))
+            code, out = self.audit("--ledger", "e.jsonl")
+            self.assertEqual(code, 0, out)
+            self.assertIn(said % (len(lines) + 1), out)
+        self.write("e.jsonl", b"")
+        self.assertIn("the ledger is empty", self.audit("--ledger", "e.jsonl")[1])
+        self.write("l.jsonl", b"\n".join([*lines[:2], lines[2][:-9]]))
+        self.run_(8)
+        self.assertIn("1 lines were cut, and closed off by a later run (3)", self.audit("--ledger", "l.jsonl")[1])
+
+    def test_what_could_not_be_checked_is_counted(self):
+        self.run_(8)
+        self.items_file(7)
+        out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")[1]
+        self.assertRegex(out, r"not checked: .*prompts with texts that the input does not hold \d")
+        self.assertIn("runs that froze another input 1", out)
+        self.assertIn("whose CRC-32 anyone can compute", out)
+
+    def test_honest_ledgers_of_every_kind_hold(self):
+        self.items_file(30)
+        self.write("other.jsonl", self.bytes("items.jsonl") + b'{"id": 99, "text": "one more"}\n')
+        faults = "demo:drop=0.2,value=0.1,empty=0.1,refuse=0.1,fence=0.2,reorder=0.2,seed=3"
+        plain = ("--input", "items.jsonl", "--labels", "good,bad", "--model", faults)
+        for number, commands in enumerate((
+                [plain], [(*plain, "--batch-size", "4")], [(*plain, "--batch-size", "4", "--on-failure", "split")],
+                [(*plain, "--batch-size", "4", "--on-failure", "exclude")], [(*plain, "--structured", "--batch-size", "3")],
+                [(*plain, "--batch-size", "5", "--attempts", "1"), (*plain, "--retry-quarantined")],
+                [(*plain, "--batch-size", "5", "--max-calls", "4"), (*plain, "--batch-size", "5")],
+                [(*plain, "--batch-size", "5", "--max-calls", "7"), (*plain, "--batch-size", "2", "--attempts", "3")],
+                [(*plain, "--limit", "7"), (*plain, "--stage", "other"), plain],
+                [(*plain, "--shard", "1/3"), (*plain, "--shard", "2/3")],
+                [("trial", *plain, "--sizes", "1,1,3", "--sample", "20")],
+                [plain, ("--input", "other.jsonl", *plain[2:], "--batch-size", "3")],
+                [(*plain, "--order", "strict", "--batch-size", "3")], [(*plain, "--id-length", "16", "--batch-size", "3")])):
+            ledger = "l%d.jsonl" % number
+            for words in commands:
+                self.assertIn(self.main(*words, "--ledger", ledger)[0], (0, 1, 3))
+            length = ("--id-length", "16") if "--id-length" in commands[0] else ()
+            for given in ((), ("--input", "items.jsonl", *length), ("--input", "other.jsonl", *length)):
+                code, out = self.audit("--ledger", ledger, *given)
+                self.assertEqual(code, 0, (commands, given, out[-1500:]))
+
     def test_ledgers_of_shards_are_taken_as_one(self):
         self.items_file(30)
         for part in (1, 2):
