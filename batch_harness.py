@@ -230,7 +230,8 @@ INPUT_JSON = json.JSONDecoder(
     parse_int=lambda digits: Spelled(digits) if digits == "-0" or len(digits) > 300 else int(digits))
 REPLY_JSON = json.JSONDecoder(
     object_pairs_hook=_members, parse_constant=_finite, parse_float=_finite, parse_int=_integer)
-LEDGER_JSON = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+RESULT_JSON = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
+LEDGER_JSON = json.JSONDecoder(object_pairs_hook=_members, parse_constant=_finite, parse_float=_finite)
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 
@@ -1075,6 +1076,14 @@ def batch_id(ids: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(ids).encode("ascii")).hexdigest()[:12]
 
 
+def ids_digest(ids: Iterable[str]) -> str:
+    """32 hex digits over the ids of an input: given sorted, the same for the same texts in any order."""
+    whole = hashlib.sha256()
+    for name in ids:
+        whole.update(b"%s\n" % name.encode("ascii"))
+    return whole.hexdigest()[:32]
+
+
 def batches(items: Iterable[Item], size: int, max_chars: Optional[int] = None) -> Iterator[Tuple[Item, ...]]:
     """Items in groups of at most `size`, and of at most `max_chars` characters of text where more than one."""
     group: List[Item] = []
@@ -1242,7 +1251,8 @@ def ask_of(request: Mapping[str, Any]) -> Ask:
 def rederived(row: Mapping[str, Any], task: Task, strict_order: bool = False) -> Verdict:
     """What the raw reply of a row proves today."""
     items = [Item._make(("", name, name, None)) for name in row["batch"]]
-    return validate(items, Reply(row.get("reply"), _word(row.get("finish"))), task, strict_order)
+    refusal = row.get("detail") if row["verdict"] == "refused" else None
+    return validate(items, Reply(row.get("reply"), _word(row.get("finish")), refusal), task, strict_order)
 
 
 def prompt_digest(prompt: str) -> str:
@@ -1276,8 +1286,8 @@ def is_row(row: Any) -> bool:
             or not isinstance(row.get("answers", {}), dict)
             or (accepted and set(row["answers"]) != set(batch))):
         return False
-    if not accepted and "quarantined" not in row:
-        return True
+    if accepted == ("quarantined" in row):
+        return not accepted
     return row.get("quarantined", batch) == batch and _fit(batch, digests)
 
 
@@ -1319,6 +1329,7 @@ class Line(NamedTuple):
     row: Optional[Dict[str, Any]]
     whole: bool                 # ends in a newline
     crc: int
+    cut: bool = False           # it holds no JSON value, so that it may be a row that was torn
 
 
 def read_ledger(path: str) -> Iterator[Line]:
@@ -1328,11 +1339,14 @@ def read_ledger(path: str) -> Iterator[Line]:
         with open(path, "rb") as stream:
             for number, raw in enumerate(stream, 1):
                 bare = raw[:-1] if raw.endswith(b"\n") else raw
+                row, cut = None, False
                 try:
                     row = whole_value(LEDGER_JSON, bare.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except (ValueError, RecursionError):
-                    row = None
-                yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare))
+                except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                    cut = isinstance(error, json.JSONDecodeError) or bare[-1:] != b"}"
+                except (ValueError, RecursionError):        # whole, with what no row has: a name twice, NaN
+                    pass
+                yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare), cut)
                 offset += len(raw)
     except OSError as error:
         raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (path, error.strerror))
@@ -1498,11 +1512,9 @@ class State:
         return None
 
     def digest(self, id_length: int) -> str:
-        """32 hex digits over the sorted ids of the frozen items: the same for the same texts in any order."""
-        whole = hashlib.sha256()
-        for key in sorted(key for key, flags in self.status.items() if flags & FROZEN):
-            whole.update(b"%0*x\n" % (id_length, key >> 4 * (32 - id_length)))
-        return whole.hexdigest()[:32]
+        """The ids_digest of the frozen items."""
+        keys = sorted(key for key, flags in self.status.items() if flags & FROZEN)
+        return ids_digest("%0*x" % (id_length, key >> 4 * (32 - id_length)) for key in keys)
 
     def count(self, any_of: int) -> int:
         """How many items of the input carry any of these flags."""
@@ -1517,6 +1529,7 @@ class History(NamedTuple):
     crc: int = 0                        # CRC-32 of the last line
     damaged: Tuple[int, ...] = ()       # the numbers of lines that held no row
     closed: Tuple[int, ...] = ()        # of these, the lines that a later run knew of: cut, and closed off
+    strange: Tuple[int, ...] = ()       # and whole JSON that is no row: edited, or of another version
     broken: Tuple[int, ...] = ()        # and of rows that do not follow the line before: edited, removed or repeated
     torn: Optional[int] = None          # the number of a last line that was cut
     unfinished: bool = False            # the last line has no newline
@@ -1527,19 +1540,23 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
     rows = crc = seq = last = 0
     damaged: List[int] = []
     closed: List[int] = []
+    strange: List[int] = []
     broken: List[int] = []
+    cut: List[int] = []                 # since the last row
     line: Optional[Line] = None
     for line in read_ledger(path):
         if line.row is not None:
             rows += 1
             if line.row["seq"] != seq + line.number - last or line.row.get("prev") != "%08x" % crc:
                 broken.append(line.number)
-            else:                       # the lines just before, if they are damaged, were cut and then gone on with
-                closed += [number for number in damaged if number > last]
+            else:                       # the lines just before, if they were cut, were then gone on with
+                closed += cut
             seq, last = line.row["seq"], line.number
+            cut.clear()
             take(line)
-        elif line.whole:
+        elif line.whole or not line.cut:
             damaged.append(line.number)
+            (cut if line.cut else strange).append(line.number)
         crc = line.crc
     if line is None:
         return History()
@@ -1548,8 +1565,9 @@ def replay(path: str, take: Callable[[Line], Any]) -> History:
             head = stream.read(len(ROW_BEGIN))
         if head != ROW_BEGIN and (damaged or not ROW_BEGIN.startswith(head)):
             raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % path)
-    torn = line.number if line.row is None and not line.whole else None
-    return History(line.number, line.crc, tuple(damaged), tuple(closed), tuple(broken), torn, not line.whole)
+    torn = line.number if line.row is None and not line.whole and line.cut else None
+    return History(line.number, line.crc, tuple(damaged), tuple(closed), tuple(strange), tuple(broken), torn,
+                   not line.whole)
 
 
 def settled_places(paths: Sequence[str], task: Task) -> Dict[int, int]:
@@ -3406,7 +3424,7 @@ def sorted_lines(raw: bytes, requests: Mapping[str, Any], outcome: Callable[[Map
         if not line.strip():
             continue
         try:
-            document = LEDGER_JSON.decode(line.decode("utf-8", "surrogateescape"))
+            document = RESULT_JSON.decode(line.decode("utf-8", "surrogateescape"))
         except (ValueError, RecursionError):
             document = None
         name = an_object(document).get("custom_id")
@@ -5024,6 +5042,13 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
 # after it was derived from its reply once more.  Apply writes label columns, deletes nothing and decides nothing.
 # ====================================================================================================================
 
+def item_numbers(ids: Sequence[str]) -> Optional[List[int]]:
+    """Ids as numbers, the same whatever the length of an id; None where one of them is no id."""
+    if not ids or min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
+        return None
+    return [int(name[:ID_LENGTH], 16) for name in ids]
+
+
 class Numbers:
     """The items of one run, job or task, each counted once."""
 
@@ -5032,14 +5057,16 @@ class Numbers:
     def __init__(self) -> None:
         self._flags: Dict[int, int] = {}                # item -> what has happened to it
 
-    def take(self, row: Mapping[str, Any]) -> None:
-        """Count the items of an attempt or failure row, or of a job's request."""
-        news = self.SUBMITTED
-        if row.get("event") == "attempt":
-            news |= self.RETURNED | self.ACCEPTED * (row["verdict"] == "ok") | self.SET_ASIDE * ("quarantined" in row)
-        for name in row["batch"]:
-            item = int(name[:ID_LENGTH], 16)
-            self._flags[item] = self._flags.get(item, 0) | news
+    def take(self, items: Sequence[int], news: int) -> None:
+        """Note what has happened to items."""
+        if self._flags.keys().isdisjoint(items):
+            self._flags.update(dict.fromkeys(items, news))
+        else:
+            self._flags.update({item: self._flags.get(item, 0) | news for item in items})
+
+    def of(self, item: int) -> int:
+        """What has happened to an item, as flags."""
+        return self._flags.get(item, 0)
 
     def count(self, flag: int, without: int = 0) -> int:
         """How many items have the one flag, and not the other."""
@@ -5056,21 +5083,39 @@ class Numbers:
             " + unfinished %d" % unfinished if unfinished else "")
 
 
+class Course:
+    """What has become of the items of one task and arm, for the rows that follow."""
+
+    def __init__(self) -> None:
+        self.answers: Dict[int, int] = {}               # text -> hash of what was accepted
+        self.held: Set[int] = set()                     # items that were put into quarantine
+        self.failed: Dict[Tuple[str, Tuple[str, ...], int], str] = {}   # (batch_id, ids, attempt) -> its last run
+        self.sizes: Set[Tuple[str, int]] = set()        # (batch_id, size) of what failed
+
+
+Fault = Callable[[str], None]
+
+
 class Auditor:
     """Checks the rows of one ledger as they go by, and gathers its numbers."""
 
     def __init__(self, path: str, texts: Mapping[str, Item]) -> None:
         self.path, self.faults = path, []  # type: str, List[str]
         self.checked: Counter[str] = collections.Counter()
+        self.unchecked: Counter[str] = collections.Counter()        # what could not be checked, in words
+        self.notes: List[str] = []                                  # what is no fault, and yet to be known
         self.tasks: Dict[str, Optional[Task]] = {}                  # by run; None where it cannot be read
         self.frozen: Dict[str, Dict[str, int]] = {}                 # task -> digest of an input -> its items
         self.numbers: Dict[Tuple[str, str], Numbers] = collections.defaultdict(Numbers)     # (kind, name) -> its items
-        self.answers: Dict[Tuple[str, Any], Dict[int, int]] = {}    # (task, arm) -> text -> hash of what was accepted
+        self.courses: Dict[Tuple[str, Any], Course] = collections.defaultdict(Course)       # by (task, arm)
         self.requests: Dict[str, Any] = {}                          # custom id -> its request
         self.open: Set[str] = set()                                 # keys of jobs that are not collected
         self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
         self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
         self._runs: Dict[str, Mapping[str, Any]] = {}
+        self._same_input: Set[str] = set()                          # runs that froze the very texts of the input
+        self._heads: Dict[str, str] = {}                            # run -> how its prompts begin
+        self._batches: Dict[str, List[str]] = {}                    # batch_id -> ids of a batch that failed
 
     def take(self, line: Line) -> None:
         """Check one line."""
@@ -5083,17 +5128,18 @@ class Auditor:
         elif row["event"] == "attempt":
             self._attempt(row, fault)
         elif row["event"] == "failure" and "batch" in row:
-            self._count(row)
+            self._count(row, item_numbers(row["batch"]) or [], Numbers.SUBMITTED)
+            self._batches.setdefault(str(row.get("batch_id")), row["batch"])
         elif row["event"] == "job":
             self._job(row)
-        elif row["event"] not in ("failure", "apply"):
+        elif row["event"] == "apply":
+            self._apply(row, fault)
+        elif row["event"] != "failure":
             fault("a row of an unknown kind, %s" % shown(row["event"]))
-        if row["event"] == "apply":
-            self.applied.update({(row["target"], name): word for word in OUTCOMES for name in row.get(word, [])})
         if row["event"] != "attempt" and "answers" in row:
             fault("a row of kind %s holds answers" % shown(row["event"]))
 
-    def _run(self, row: Mapping[str, Any], fault: Callable[[str], None]) -> None:
+    def _run(self, row: Mapping[str, Any], fault: Fault) -> None:
         task: Optional[Task] = None
         try:
             task = load_task(row["task"], row["form"])
@@ -5103,78 +5149,173 @@ class Auditor:
             fault("the task of run %s has the fingerprint %s, not %s" % (
                 row["run"], task.fingerprint, row["fingerprint"]))
         self.tasks[row["run"]], self._runs[row["run"]] = task, row
+        self._heads[row["run"]] = "" if task is None else prompt_head(task)
         if type(row.get("items")) is int:
             self.frozen.setdefault(row["fingerprint"], {})[str(row.get("digest"))] = row["items"]
+        names = self._shard(row)
+        if names and row.get("digest") == ids_digest(names):
+            self._same_input.add(row["run"])
+            if row.get("items") != len(names):
+                fault("run %s has %s items, and the input of its digest has %d" % (
+                    row["run"], row.get("items"), len(names)))
 
-    def _attempt(self, row: Mapping[str, Any], fault: Callable[[str], None]) -> None:
-        self._count(row)
-        task = self.tasks.get(row["run"])
-        if row["run"] not in self.tasks:
+    def _shard(self, row: Mapping[str, Any]) -> List[str]:
+        """The ids of the input, in their order, of which a run had to do with."""
+        part, _, parts = str(row.get("shard", "1/1")).partition("/")
+        if not self._texts or not (part + parts).isdecimal() or not int(parts or 0):
+            return []
+        return [name for name in sorted(self._texts) if int(name[:ID_LENGTH], 16) % int(parts) == int(part) - 1]
+
+    def _attempt(self, row: Mapping[str, Any], fault: Fault) -> None:
+        task, run, items = self.tasks.get(row["run"]), self._runs.get(row["run"], {}), item_numbers(row["batch"])
+        if items is None:
+            fault("its batch names what is no id")
+            return
+        if not run:
             fault("no run row %s stands before it" % shown(row["run"]))
         elif task is not None and (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
             fault("it is of another task than its run (%s)" % row["task"])
-        elif row.get("arm") not in (range(len(self._runs[row["run"]].get("arms", []))) or [None]):
+        elif row.get("arm") not in (range(len(run.get("arms", []))) or [None]):
             fault("its run has no arm %s" % row.get("arm"))
         elif task is not None:
-            proof = rederived(row, task, bool(self._runs[row["run"]].get("strict_order")))
-            if row["verdict"] == "ok":
-                self._accepted(row, task, proof, fault)
-            elif "reply" in row and row["verdict"] not in ("refused", proof.code):
-                fault("its verdict is %s, and its reply is %s" % (row["verdict"], proof.code))
-        for name, sha in zip(row["batch"], row.get("text_sha", ())):
-            if name in self._texts and not self._texts[name].digest.startswith(sha):
-                fault("item %s: text_sha is not that of its text" % name)
+            course = self.courses[row["task"], row.get("arm")]
+            self._judged(row, task, course, fault)
+            self._placed(row, items, course, fault)
+            self._asked(row, task, fault)
+        accepted = row["verdict"] == "ok"
+        self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.ACCEPTED * accepted |
+                    Numbers.SET_ASIDE * ("quarantined" in row))
         name = row.get("custom_id")
         if name is not None:
-            request = self.requests.get(name, {})
-            if request.get("batch") != row["batch"] or row.get("text_sha", request["text_sha"]) != request["text_sha"]:
+            request = self.requests.get(name)
+            if request is None or any(row.get(word, request[word]) != request[word] for word in (
+                    "batch", "text_sha", "prompt_sha", "attempt", "fallback", "batch_id", "size")):
                 fault("no job asked about these items under the custom id %s" % name)
             elif name in self._seen:
                 fault("the custom id %s stands on a second row" % name)
             self._seen.add(name)
 
-    def _accepted(self, row: Mapping[str, Any], task: Task, proof: Any, fault: Callable[[str], None]) -> None:
-        """An accepted row: derived from its reply, at most once, by the prompt that its texts give."""
-        self.checked["derived"] += len(row["batch"])
-        answers = self.answers.setdefault((row["task"], row.get("arm")), {})
-        if proof.code != "ok":
-            fault("accepted, and its reply is %s (%s)" % (proof.code, proof.detail))
-        for name, sha in zip(row["batch"], row["text_sha"]):
-            answer = _sorted_json(row["answers"][name])
-            if proof.code == "ok" and _sorted_json(proof.answers[name]) != answer:
-                fault("item %s: the answer %s is not that of its reply, %s" % (
-                    name, shown(row["answers"][name]), shown(proof.answers[name])))
-            if key_of(sha) in answers:
+    def _judged(self, row: Mapping[str, Any], task: Task, course: Course, fault: Fault) -> None:
+        """What a row says of its reply, derived from it again; an answer is accepted at most once."""
+        strict, verdict = bool(self._runs[row["run"]].get("strict_order")), row["verdict"]
+        proof = rederived(row, task, strict)
+        if verdict == "ok":
+            self.checked["derived"] += len(row["batch"])
+            self._accepted(row, proof, course, fault)
+        if proof.code == verdict:
+            for name, value in (("missing", list(proof.missing)), ("extra", list(proof.extra)),
+                                ("normalised", list(proof.normalised)), ("reordered", proof.reordered)):
+                if row.get(name, type(value)()) != value:
+                    fault("%s is %s, and by its reply %s" % (name, shown(row.get(name)), shown(value)))
+        elif verdict == "ok":
+            fault("accepted, and its reply is %s today (%s)" % (proof.code, proof.detail))
+        elif "reply" in row or verdict != "not_json":
+            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
+        else:
+            self.unchecked["verdicts on replies that were no text"] += 1
+        if verdict == "refused" and "reply" in row and rederived({**row, "detail": ""}, task, strict).code == "ok":
+            self.unchecked["refusals in the endpoint's words, beside a good reply"] += 1
+
+    def _accepted(self, row: Mapping[str, Any], proof: Verdict, course: Course, fault: Fault) -> None:
+        if proof.code == "ok" and encode(proof.answers) != encode(row["answers"]):
+            for name, answer in proof.answers.items():
+                if _sorted_json(answer) != _sorted_json(row["answers"][name]):
+                    fault("item %s: the answer %s is not that of its reply, %s" % (
+                        name, shown(row["answers"][name]), shown(answer)))
+        for name, key in zip(row["batch"], map(key_of, row["text_sha"])):
+            if key in course.answers:
                 fault("item %s was accepted before" % name)
-            answers.setdefault(key_of(sha), hash(answer))
-        if all(name in self._texts for name in row["batch"]):
-            self.checked["prompts"] += 1
-            prompt = build_prompt([self._texts[name] for name in row["batch"]], task)
-            if prompt_digest(prompt) != row.get("prompt_sha"):
-                fault("its prompt, rebuilt from task and texts, is another")
+            answer = row["answers"][name]
+            course.answers.setdefault(key, hash(answer if type(answer) is str else (_sorted_json(answer),)))
+
+    def _placed(self, row: Mapping[str, Any], items: List[int], course: Course, fault: Fault) -> None:
+        """A row's place among the calls before it, by what holds under every policy and in every version."""
+        run, ids, name = self._runs[row["run"]], tuple(row["batch"]), row["batch_id"]
+        attempt, size, own = row["attempt"], row["size"], batch_id(ids) == name
+        again = not course.held.isdisjoint(items) if own else {*ids} < {*self._batches.get(name, ())}
+        if not own and not again:
+            fault("batch_id is neither that of its items nor that of a batch of them that failed before")
+        elif row["fallback"] is not again:
+            fault("fallback is %s, and its items had %sfailed before" % (
+                shown(row["fallback"]), "" if again else "not "))
+        if attempt > 1 and (name, ids, attempt - 1) not in course.failed:
+            fault("attempt %d, and no attempt %d of these items failed before" % (attempt, attempt - 1))
+        if course.failed.get((name, ids, attempt)) == row["run"]:
+            fault("attempt %d, and that is on the ledger before" % attempt)
+        nominal = run.get("batch_size") if row.get("arm") is None else run["arms"][row["arm"]]
+        if type(nominal) is int and (len(ids) > size or not (
+                size == nominal or (name, size) in course.sizes or own and row["fallback"] and size == 1)):
+            fault("size is %d, and its run asks at %d" % (size, nominal))
+        policy = an_object(run.get("policy"))
+        most = policy.get("attempts")
+        if type(most) is int and attempt > most:
+            fault("attempt %d, and its run makes %d" % (attempt, most))
+        if "quarantined" in row and type(most) is int and (
+                len(ids) > 1 and policy.get("on_failure") != "exclude"
+                or own and not row["fallback"] and attempt < most and row["verdict"] not in HOPELESS):
+            fault("it puts its items into quarantine, and calls were left to be made")
+        if row["verdict"] != "ok":
+            course.failed[name, ids, attempt] = row["run"]
+            course.sizes.add((name, size))
+            course.held.update(items if "quarantined" in row else ())
+            if own:
+                self._batches[name] = row["batch"]
+
+    def _asked(self, row: Mapping[str, Any], task: Task, fault: Fault) -> None:
+        """A row against the input: its prompt and its members that come from there."""
+        items = [self._texts[name] for name in row["batch"] if name in self._texts]
+        shas = dict(zip(row["batch"], row.get("text_sha", ())))
+        for item in items:
+            if not item.digest.startswith(shas.get(item.id, "")):
+                fault("item %s: text_sha is not that of its text" % item.id)
+        if len(items) < len(row["batch"]):
+            self.unchecked["prompts with texts that the input does not hold"] += bool(self._texts)
+            return
+        self.checked["prompts"] += 1
+        if prompt_digest(build_prompt(items, task, self._heads[row["run"]])) != row.get("prompt_sha"):
+            fault("its prompt, rebuilt from task and texts, is another")
+        sources = [item.source and _source_value(item.source) for item in items]
+        if row["run"] in self._same_input and row.get("sources", [None] * len(items)) != sources:
+            fault("its sources are not those of the input; check --id-field")
 
     def _job(self, row: Mapping[str, Any]) -> None:
         if "requests" in row:
             self.requests.update(row["requests"])
             self.open.add(row["key"])
             for request in row["requests"].values():
-                self.numbers["task", row["task"]].take(request)
+                self.numbers["task", row["task"]].take(item_numbers(request["batch"]) or [], Numbers.SUBMITTED)
         elif row["step"] in ("collected", "abandoned"):
             self.open.discard(row["key"])
 
-    def _count(self, row: Mapping[str, Any]) -> None:
+    def _apply(self, row: Mapping[str, Any], fault: Fault) -> None:
+        numbers = self.numbers["task", row["task"]]
+        for name, outcome in ((name, word) for word in OUTCOMES for name in row.get(word, [])):
+            self.applied[row["target"], name] = outcome
+            if not numbers.of((item_numbers([name]) or [-1])[0]) & Numbers.ACCEPTED:
+                fault("%s: no row before it answers item %s" % (outcome, shown(name)))
+
+    def _count(self, row: Mapping[str, Any], items: List[int], news: int) -> None:
         kinds = [("run", row.get("run")), ("job", row.get("job"))]
         kinds += [("task" if row.get("arm") is None else "arm %s of task" % row["arm"], row.get("task"))]
         for kind, name in kinds:
-            if isinstance(name, str) and all(re.match("[0-9a-f]{12}", item) for item in row["batch"]):
-                self.numbers[kind, name].take(row)
+            if isinstance(name, str):
+                self.numbers[kind, name].take(items, news)
 
     def settle(self, history: History) -> None:
         """What shows only when all is read."""
-        self.faults += ["%s:%d: the line is damaged" % (self.path, number) for number in history.damaged
+        known = {**dict.fromkeys(history.damaged, "the line is damaged"),
+                 **dict.fromkeys(history.strange, "it is whole JSON and no row: edited, or of another version"),
+                 **dict.fromkeys(history.broken, "it does not follow the line before (edited, removed or repeated)")}
+        self.faults += ["%s:%d: %s" % (self.path, number, words) for number, words in known.items()
                         if number not in history.closed]
-        self.faults += ["%s:%d: it does not follow the line before (edited, removed or repeated)" % (self.path, number)
-                        for number in history.broken]
+        if history.closed:
+            self.notes.append("%d lines were cut, and closed off by a later run (%s)" % (
+                len(history.closed), ", ".join(map(str, history.closed[:MAX_REPORTED]))))
+        if history.torn is not None:
+            self.notes.append("the last line (%d) is cut or garbage; the next run closes it off" % history.torn)
+        if not history.lines:
+            self.notes.append("the ledger is empty")
+        self._inputs()
         for (kind, name), numbers in self.numbers.items():
             frozen = sum(self.frozen.get(name, {}).values())
             submitted = numbers.count(numbers.SUBMITTED)
@@ -5182,8 +5323,24 @@ class Auditor:
                 self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
                     self.path, name, submitted, frozen))
 
+    def _inputs(self) -> None:
+        """The runs whose digest is not that of the input: of another one or a sample, or else it was changed."""
+        for name, row in self._runs.items():
+            if not self._texts or name in self._same_input:
+                continue
+            arm = "task" if "arms" not in row else "arm 0 of task"
+            numbers = self.numbers[arm, row["fingerprint"]]
+            asked = [id_ for id_ in sorted(self._texts) if numbers.of(int(id_[:ID_LENGTH], 16))]
+            if ids_digest(asked) == row.get("digest"):
+                continue
+            self.unchecked["runs that froze another input"] += 1
+            if len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
+                self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, name))
+
     def lines(self) -> Iterator[str]:
-        """The numbers, in words."""
+        """The numbers, and what else is to be known, in words."""
+        for words in self.notes:
+            yield "%s: %s" % (self.path, words)
         for (kind, name), numbers in sorted(self.numbers.items()):
             several = "at most " * (len(self.frozen.get(name, {})) > 1)         # inputs, which may share texts
             frozen = "frozen %s%d >= " % (several, sum(self.frozen.get(name, {}).values())) if kind == "task" else ""
@@ -5204,15 +5361,17 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
             for row in source.rows():
                 if row.error is None:
                     item = Item(row.text, row.key, options.id_length)
-                    texts[item.id] = item
+                    texts.setdefault(item.id, item)
     answers: Dict[str, List[Tuple[str, Dict[int, int]]]] = {}       # task -> (ledger, text -> hash of its answer)
     faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
+    unchecked: Counter[str] = collections.Counter()
     for path in each_once(options.ledger or [LEDGER]):
         auditor = Auditor(path, texts)
         auditor.settle(replay(path, auditor.take))
         faults += auditor.faults
         checked += auditor.checked
-        for task, mine in [(task, found) for (task, arm), found in auditor.answers.items() if arm is None]:
+        unchecked += auditor.unchecked
+        for task, mine in [(task, course.answers) for (task, arm), course in auditor.courses.items() if arm is None]:
             for other, theirs in answers.setdefault(task, []):
                 faults += ["item %s has another answer in %s than in %s" % (short_id(key), path, other)
                            for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]]
@@ -5225,9 +5384,13 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
         out(words)
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
         checked["derived"], checked["prompts"], len(faults)))
-    out("not to be seen on a ledger: that a rerun makes no call, that the endpoint named its model truly, that no line "
-        "is gone from the end%s" % (
-        "" if texts else "; without --input: that ids and prompts are those of the texts"))
+    if unchecked:
+        out("not checked: " + counts(unchecked))
+    absent = "" if texts else ("; without --input: that ids and prompts are those of the texts, and sources, items and "
+                               "digest those of the input")
+    out("not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, and named its "
+        "model, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last one is "
+        "as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
     return QUARANTINED_LEFT if faults else DONE
 
 
@@ -5514,7 +5677,8 @@ class Drill:
         """Ask everything, by the same policy and onto a ledger of the same kind as any run."""
         ledger.append(row_parts(compact({
             "event": "run", "at": timestamp(), "run": "drill", "model": "demo", "fingerprint": self.task.fingerprint,
-            "task": self.task.document(), "form": "list", "items": len(self.items), "digest": "drill"})))
+            "task": self.task.document(), "form": "list", "items": len(self.items),
+            "digest": ids_digest(sorted(item.id for item in self.items))})))
         for batch in batches(self.items, DRILL_SIZE):
             failed: List[Tuple[List[str], Ask]] = []
             steps = plan(batch)
