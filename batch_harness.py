@@ -892,6 +892,9 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     return Verdict("ok", answers, normalised=tuple(notes), reordered=reordered)
 
 
+NO_TEXT = "the model function returned"
+
+
 def _json_of(raw: Any, notes: List[str]) -> Any:
     """The one JSON value of a reply."""
     reply = raw if isinstance(raw, Reply) else Reply(raw)
@@ -904,7 +907,7 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
     if text is None or (isinstance(text, str) and not str.strip(text, "\ufeff \t\r\n")):
         raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
     if not isinstance(text, str):
-        raise _Refused("not_json", "the model function returned %s, not text" % type(text).__name__)
+        raise _Refused("not_json", "%s %s, not text" % (NO_TEXT, type(text).__name__))
     try:
         return _unwrapped(str.__str__(text), notes)             # a subclass could be anything
     except _Refused as refused:
@@ -5114,6 +5117,7 @@ class Auditor:
         self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
         self._runs: Dict[str, Mapping[str, Any]] = {}
         self._same_input: Set[str] = set()                          # runs that froze the very texts of the input
+        self._rebuilt: Set[str] = set()                             # runs with ids of the input's length
         self._heads: Dict[str, str] = {}                            # run -> how its prompts begin
         self._batches: Dict[str, List[str]] = {}                    # batch_id -> ids of a batch that failed
 
@@ -5148,6 +5152,8 @@ class Auditor:
         if task is not None and task.fingerprint != row["fingerprint"]:
             fault("the task of run %s has the fingerprint %s, not %s" % (
                 row["run"], task.fingerprint, row["fingerprint"]))
+        if task is not None and row.get("stage", task.stage) != task.stage:
+            fault("the stage of run %s is not that of its task" % row["run"])
         self.tasks[row["run"]], self._runs[row["run"]] = task, row
         self._heads[row["run"]] = "" if task is None else prompt_head(task)
         if type(row.get("items")) is int:
@@ -5209,12 +5215,15 @@ class Auditor:
                     fault("%s is %s, and by its reply %s" % (name, shown(row.get(name)), shown(value)))
         elif verdict == "ok":
             fault("accepted, and its reply is %s today (%s)" % (proof.code, proof.detail))
-        elif "reply" in row or verdict != "not_json":
-            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
-        else:
+        elif "reply" not in row and verdict == "not_json" and str(row.get("detail")).startswith(NO_TEXT):
             self.unchecked["verdicts on replies that were no text"] += 1
-        if verdict == "refused" and "reply" in row and rederived({**row, "detail": ""}, task, strict).code == "ok":
-            self.unchecked["refusals in the endpoint's words, beside a good reply"] += 1
+        else:
+            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
+        if verdict == "refused":            # by words of the endpoint, which stand in the detail
+            proof = rederived({**row, "detail": ""}, task, strict)
+            self.unchecked["refusals in the endpoint's words, beside a good reply"] += proof.code == "ok"
+            if proof.code != "refused" and proof.detail == row.get("detail"):
+                fault("its verdict is refused, and its reply is %s today" % proof.code)
 
     def _accepted(self, row: Mapping[str, Any], proof: Verdict, course: Course, fault: Fault) -> None:
         if proof.code == "ok" and encode(proof.answers) != encode(row["answers"]):
@@ -5272,11 +5281,15 @@ class Auditor:
             self.unchecked["prompts with texts that the input does not hold"] += bool(self._texts)
             return
         self.checked["prompts"] += 1
+        self._rebuilt.add(row["run"])
         if prompt_digest(build_prompt(items, task, self._heads[row["run"]])) != row.get("prompt_sha"):
             fault("its prompt, rebuilt from task and texts, is another")
         sources = [item.source and _source_value(item.source) for item in items]
-        if row["run"] in self._same_input and row.get("sources", [None] * len(items)) != sources:
-            fault("its sources are not those of the input; check --id-field")
+        if row.get("sources", [None] * len(items)) != sources:
+            if row["run"] in self._same_input:
+                fault("its sources are not those of the input; check --id-field")
+            else:
+                self.unchecked["rows with other sources, of runs that froze another input or a sample"] += 1
 
     def _job(self, row: Mapping[str, Any]) -> None:
         if "requests" in row:
@@ -5328,13 +5341,12 @@ class Auditor:
         for name, row in self._runs.items():
             if not self._texts or name in self._same_input:
                 continue
-            arm = "task" if "arms" not in row else "arm 0 of task"
-            numbers = self.numbers[arm, row["fingerprint"]]
+            numbers = self.numbers["run", name]
             asked = [id_ for id_ in sorted(self._texts) if numbers.of(int(id_[:ID_LENGTH], 16))]
             if ids_digest(asked) == row.get("digest"):
                 continue
-            self.unchecked["runs that froze another input"] += 1
-            if len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
+            self.unchecked["runs that froze another input or a sample"] += 1
+            if name in self._rebuilt and len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
                 self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, name))
 
     def lines(self) -> Iterator[str]:
@@ -5389,8 +5401,8 @@ def command_audit(options: argparse.Namespace, say: Speaker, out: Speaker) -> in
     absent = "" if texts else ("; without --input: that ids and prompts are those of the texts, and sources, items and "
                                "digest those of the input")
     out("not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, and named its "
-        "model, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last one is "
-        "as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
+        "model, finish, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last "
+        "one is as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
     return QUARANTINED_LEFT if faults else DONE
 
 
