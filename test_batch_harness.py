@@ -12,6 +12,7 @@ import contextlib
 import copy
 import csv
 import doctest
+import functools
 import glob
 import gzip
 import hashlib
@@ -3063,6 +3064,8 @@ class BatchJobs(EndpointCase):
             before = self.bytes()
             self.assertIn("nothing to do", self.jobs(engine)[1])
             self.assertEqual((self.bytes(), len(engine.jobs)), (before, 3))
+            code, audited, err = self.main("audit", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")
+            self.assertEqual(code, 0, audited)
             self.assertEqual(self.main("report", "--fail-unless-safe", "2")[0], 1)
             self.assertIn("as it was sent", self.main("explain", "3", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")[1])
             shutil.rmtree("runs")
@@ -4562,6 +4565,7 @@ class AuditAndApply(EndpointCase):
                 ("strict", [["--batch-size", "3", "--order", "strict"], ["--batch-size", "3"]]), ("shard", [["--batch-size", "3", "--shard", "2/3"]]),
                 ("grown", [["--batch-size", "4"], ["--batch-size", "5", "--input", "grown.jsonl"], [*again, "--input", "grown.jsonl"]]),
                 ("resumed", [["--batch-size", "4", "--max-calls", "5"], ["--batch-size", "6", "--attempts", "3", "--max-calls", "5"], ["--attempts", "1", "--on-failure", "split"]]),
+                ("keyed", [["--structured", "--batch-size", "3"]]),
                 ("no text", [["--model", "py:m.py:f", "--batch-size", "2"]]), ("longer", [["--batch-size", "3"], ["--stage", "two", "--id-length", "16", "--batch-size", "3"]]),
                 ("trial", [["trial", "--sizes", "1,1,3", "--sample", "12"]] * 2)):
             for words in runs:
@@ -4571,6 +4575,40 @@ class AuditAndApply(EndpointCase):
             for more in ((), ("--input", "items.jsonl"), ("--input", "grown.jsonl")):
                 code, out = self.audit("--ledger", "l-%s.jsonl" % name, *more)
                 self.assertEqual(code, 0, name + out)
+
+    def test_a_ledger_made_under_another_plan_holds(self):
+        self.items_file(40)
+
+        def plan(batch, policy, size=None, fallback=False, singles=1):
+            name, last = bh.batch_id(item.id for item in batch), len(batch) == 1
+            for attempt in range(1, policy.attempts + 1):
+                [code] = yield [bh.Ask(tuple(batch), attempt, fallback, last, attempt == policy.attempts, name, size or len(batch))]
+                if code == "ok" or last and code in bh.HOPELESS:
+                    return
+            for item in batch[:0 if last else None]:
+                for attempt in range(1, singles + 1):
+                    [code] = yield [bh.Ask((item,), attempt, True, True, attempt == singles, name, size)]
+                    if code == "ok" or code in bh.HOPELESS:
+                        break
+        for singles in (1, 2):
+            ledger = "l%d.jsonl" % singles
+            with mock.patch.object(bh, "plan", functools.partial(plan, singles=singles)):
+                for more in ((), ("--retry-quarantined",)):
+                    self.main("--input", "items.jsonl", "--model", "demo:drop=0.3,value=0.3,cut=0.1", "--batch-size", "4", "--ledger", ledger, *more)
+            self.assertTrue(any("quarantined" in row for row in self.rows(ledger)))
+            code, out = self.audit("--ledger", ledger, "--input", "items.jsonl")
+            self.assertEqual(code, 0, out)
+
+    def test_a_ledger_of_refusals_and_of_calls_without_a_reply_holds(self):
+        def script(prompt, number):
+            if "number 3" in prompt:
+                return 400, error_body(message="no", code="content_policy_violation"), {}
+            return completion(reply_to_prompt(prompt)) if number % 3 else (500, b"", {})
+        self.ask(self.serve(script), 9, "--batch-size", "3", "--ledger", "l.jsonl")
+        self.assertEqual({row["verdict"] for row in self.rows("l.jsonl")}, {"ok", "rejected"})
+        self.assertTrue(self.rows("l.jsonl", "failure"))
+        code, out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out)
 
     def test_a_ledger_that_was_killed_anywhere_and_gone_on_with_holds(self):
         self.run_(12)
