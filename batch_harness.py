@@ -1107,6 +1107,9 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     return Verdict("ok", answers, normalised=tuple(notes), reordered=reordered)
 
 
+NO_TEXT = "the model function returned"
+
+
 def _json_of(raw: Any, notes: List[str]) -> Any:
     """The one JSON value of a reply."""
     reply = raw if isinstance(raw, Reply) else Reply(raw)
@@ -1122,7 +1125,7 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
     if text is None or (isinstance(text, str) and not str.strip(text, "\ufeff \t\r\n")):
         raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
     if not isinstance(text, str):
-        raise _Refused("not_json", "the model function returned %s, not text" % type(text).__name__)
+        raise _Refused("not_json", "%s %s, not text" % (NO_TEXT, type(text).__name__))
     try:
         return _unwrapped(str.__str__(text), notes)             # a subclass could be anything
     except _Refused as refused:
@@ -3278,6 +3281,7 @@ class Runner:
         self._begun = False                                         # the run's own row is on the ledger
         self._threads: List[threading.Thread] = []
         self._workers, self._most = 1, options.workers              # threads at work, or about to be; and at most
+        self._alone = False                                         # the last worker found no descriptor
 
     # ---- the threads ----
 
@@ -3407,11 +3411,11 @@ class Runner:
                 if grows:
                     self._start()
                 result = self._asked(*errand)
-                if result is None:
+                came = None if result is None else (errand, result)
+                if came is None:
                     with self.lock:
-                        self._not_asked(errand)
-                    return
-                came = errand, result
+                        if self._not_asked(errand):
+                            return
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self.lock:
                 if not isinstance(error, HarnessError):
@@ -3447,18 +3451,21 @@ class Runner:
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
         return None
 
-    def _not_asked(self, errand: Errand) -> None:
-        """No file descriptor was left for a call: its worker ends, another one makes it."""
+    def _not_asked(self, errand: Errand) -> bool:
+        """No file descriptor was left for a call: its worker ends (true) and another makes it; the last tries again."""
         words = "too few files may be open for so many workers; raise `ulimit -n`, or lower --workers"
-        self._one_less()
         self._in_flight -= 1
         self.tally["calls"] -= 1
         self._ready.appendleft(errand)
         self._hint("files", words + " (going on with fewer)")
-        if self._workers:
+        if self._workers > 1:
+            self._one_less()
             self._work.notify()
-        else:
+            return True
+        if self._alone:                                 # others held the descriptors when it first failed
             self.stop(words, STOPPED)
+        self._alone = True
+        return False
 
     def _spent(self, now: float) -> str:
         """Which budget of the run is used up, in words."""
@@ -5746,6 +5753,7 @@ class Auditor:
         self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
         self._runs: Dict[str, Mapping[str, Any]] = {}
         self._same_input: Set[str] = set()                          # runs that froze the very texts of the input
+        self._rebuilt: Set[str] = set()                             # runs with ids of the input's length
         self._heads: Dict[str, str] = {}                            # run -> how its prompts begin
         self._batches: Dict[str, List[str]] = {}                    # batch_id -> ids of a batch that failed
 
@@ -5782,6 +5790,8 @@ class Auditor:
         if task is not None and task.fingerprint != row["fingerprint"]:
             fault("the task of run %s has the fingerprint %s, not %s" % (
                 row["run"], task.fingerprint, row["fingerprint"]))
+        if task is not None and row.get("stage", task.stage) != task.stage:
+            fault("the stage of run %s is not that of its task" % row["run"])
         self.tasks[row["run"]], self._runs[row["run"]] = task, row
         self._heads[row["run"]] = "" if task is None else prompt_head(task)
         if type(row.get("items")) is int:
@@ -5835,6 +5845,7 @@ class Auditor:
         if course.failed.get((row["batch_id"], tuple(row["batch"]), row["attempt"])) != (row["run"], row["verdict"]):
             fault("it quarantines items, and no reply about them that came before has its verdict")
         course.held.update(items)
+        self._digested(row, fault)
         self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.SET_ASIDE)
 
     def _judged(self, row: Mapping[str, Any], task: Task, course: Course, fault: Fault) -> None:
@@ -5851,12 +5862,15 @@ class Auditor:
                     fault("%s is %s, and by its reply %s" % (name, shown(row.get(name)), shown(value)))
         elif verdict == "ok":
             fault("accepted, and its reply is %s today (%s)" % (proof.code, proof.detail))
-        elif "reply" in row or verdict != "not_json":
-            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
-        else:
+        elif "reply" not in row and verdict == "not_json" and str(row.get("detail")).startswith(NO_TEXT):
             self.unchecked["verdicts on replies that were no text"] += 1
-        if verdict == "refused" and "reply" in row and rederived({**row, "detail": ""}, task, strict).code == "ok":
-            self.unchecked["refusals in the endpoint's words, beside a good reply"] += 1
+        else:
+            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
+        if verdict == "refused":            # by words of the endpoint, which stand in the detail
+            proof = rederived({**row, "detail": ""}, task, strict)
+            self.unchecked["refusals in the endpoint's words, beside a good reply"] += proof.code == "ok"
+            if proof.code != "refused" and proof.detail == row.get("detail"):
+                fault("its verdict is refused, and its reply is %s today" % proof.code)
 
     def _accepted(self, row: Mapping[str, Any], proof: Any, course: Course, fault: Fault) -> None:
         if proof.code == "ok" and encode(proof.answers) != encode(row["answers"]):
@@ -5903,22 +5917,31 @@ class Auditor:
             if own:
                 self._batches[name] = row["batch"]
 
-    def _asked(self, row: Mapping[str, Any], task: Task, fault: Fault) -> None:
-        """A row against the input: its prompt and its members that come from there."""
+    def _digested(self, row: Mapping[str, Any], fault: Fault) -> List[Item]:
+        """The items of a row that the input holds; each must have the digest that the row gives it."""
         items = [self._texts[name] for name in row["batch"] if name in self._texts]
         shas = dict(zip(row["batch"], row.get("text_sha", ())))
         for item in items:
             if not item.digest.startswith(shas.get(item.id, "")):
                 fault("item %s: text_sha is not that of its text" % item.id)
+        return items
+
+    def _asked(self, row: Mapping[str, Any], task: Task, fault: Fault) -> None:
+        """A row against the input: its prompt and its members that come from there."""
+        items = self._digested(row, fault)
         if len(items) < len(row["batch"]):
             self.unchecked["prompts with texts that the input does not hold"] += bool(self._texts)
             return
         self.checked["prompts"] += 1
+        self._rebuilt.add(row["run"])
         if prompt_digest(build_prompt(items, task, self._heads[row["run"]])) != row.get("prompt_sha"):
             fault("its prompt, rebuilt from task and texts, is another")
         sources = [item.source and _source_value(item.source) for item in items]
-        if row["run"] in self._same_input and row.get("sources", [None] * len(items)) != sources:
-            fault("its sources are not those of the input; check --id-field")
+        if row.get("sources", [None] * len(items)) != sources:
+            if row["run"] in self._same_input:
+                fault("its sources are not those of the input; check --id-field")
+            else:
+                self.unchecked["rows with other sources, of runs that froze another input or a sample"] += 1
 
     def _job(self, row: Mapping[str, Any]) -> None:
         if "requests" in row:
@@ -5970,13 +5993,12 @@ class Auditor:
         for name, row in self._runs.items():
             if not self._texts or name in self._same_input:
                 continue
-            arm = "task" if "arms" not in row else "arm 0 of task"
-            numbers = self.numbers[arm, row["fingerprint"]]
+            numbers = self.numbers["run", name]
             asked = [id_ for id_ in sorted(self._texts) if numbers.of(int(id_[:ID_LENGTH], 16))]
             if ids_digest(asked) == row.get("digest"):
                 continue
-            self.unchecked["runs that froze another input"] += 1
-            if len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
+            self.unchecked["runs that froze another input or a sample"] += 1
+            if name in self._rebuilt and len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
                 self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, name))
 
     def lines(self) -> Iterator[str]:
@@ -6031,8 +6053,8 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
     absent = "" if texts else ("; without --input: that ids and prompts are those of the texts, and sources, items and "
                                "digest those of the input")
     out("not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, and named its "
-        "model, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last one is "
-        "as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
+        "model, finish, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last "
+        "one is as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
     return QUARANTINED_LEFT if faults else DONE
 
 
@@ -6051,12 +6073,23 @@ class Change(NamedTuple):
     source: Optional[str]               # the caller's key of the first row with the text
 
 
+def open_database(options: Settings) -> Any:
+    """The connection of `apply`, which never makes a file.  sqlite3.Error where there is none."""
+    import sqlite3
+    import urllib.parse
+    path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
+    mode = "ro" if options.dry_run else "rw"
+    base = sqlite3.connect("file:%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
+    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    return base
+
+
 class Table:
     """A table of an SQLite file, and the columns of it that matter here.  HarnessError where it has none such."""
 
-    def __init__(self, options: Settings, task: Task) -> None:
+    def __init__(self, base: Any, options: Settings, task: Task) -> None:
         import sqlite3
-        import urllib.parse
+        self.base = base
         self.text, self.key, self.rubric = options.text_field or "text", options.id_field or "id", options.rubric_column
         self.batch, self.name = options.batch_column, options.table
         self.version = as_cell(task.rubric_version, "rubric_version")
@@ -6068,10 +6101,6 @@ class Table:
         if (self.version is None) is not (self.rubric is None):
             raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
                 "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
-        path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
-        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True,
-                                    timeout=LOCK_WAIT, isolation_level=None)
-        self.base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
         kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
         if kinds.get(self.name) != "table":
             raise HarnessError("%s has no table %s%s; it has %s" % (
@@ -6104,7 +6133,8 @@ class Table:
     def chunk(self, after: float) -> List[Tuple[Any, ...]]:
         """The cells of the next rows."""
         import sqlite3
-        rows = self.base.execute("%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
+        rows: List[Tuple[Any, ...]] = self.base.execute(
+            "%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
@@ -6304,8 +6334,8 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
             replay(options.ledger, lambda line: take(line.row or {}))
         applier: Optional[Applier] = None
         try:
-            table = Table(options, task)
-            stack.callback(table.base.close)
+            base = stack.enter_context(contextlib.closing(open_database(options)))
+            table = Table(base, options, task)
             found = decisions(options.ledger, task, table.fields)
             applier = Applier(table, found, {name for name, word in known.items() if word == "applied"}, options)
             after: Optional[float] = -math.inf

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import csv
 import doctest
+import functools
 import glob
 import gzip
 import hashlib
@@ -3692,6 +3693,8 @@ class BatchJobs(EndpointCase):
             before = self.bytes()
             self.assertIn("nothing to do", self.jobs(engine)[1])
             self.assertEqual((self.bytes(), len(engine.jobs)), (before, 3))
+            code, audited, err = self.main("audit", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")
+            self.assertEqual(code, 0, audited)
             self.assertEqual(self.main("report", "--fail-unless-safe", "2")[0], 1)
             self.assertIn("as it was sent", self.main("explain", "3", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")[1])
             shutil.rmtree("runs")
@@ -5221,6 +5224,169 @@ class AuditAndApply(EndpointCase):
         self.assertEqual(list(self.rows("l.jsonl")[0]["answers"].values()), ["\U0001f600"])
         self.assertEqual(self.audit("--ledger", "l.jsonl")[0], 0)
 
+    def test_an_honest_ledger_of_every_kind_holds(self):
+        self.items_file(24)
+        self.items_file(40, "grown.jsonl")
+        faults = "demo:drop=0.2,value=0.2,empty=0.1,refuse=0.1,cut=0.1,reorder=0.4,fence=0.3"
+        self.write("m.py", "def f(p): return 5\n")
+        self.write("two.json", json.dumps({"instruction": "J", "rubric_version": 3, "fields": {"x": {"enum": ["a", "b"]}, "y": {"type": "integer"}}}))
+        again = ["--batch-size", "7", "--attempts", "3", "--retry-quarantined"]
+        for name, runs in (
+                ("plain", [["--batch-size", "4"]]), ("single", [["--attempts", "3"], again]), ("fields", [["--task", "two.json", "--batch-size", "3"], ["--task", "two.json", *again]]),
+                ("split", [["--batch-size", "6", "--on-failure", "split"]]), ("exclude", [["--batch-size", "3", "--on-failure", "exclude"], again]),
+                ("strict", [["--batch-size", "3", "--order", "strict"], ["--batch-size", "3"]]), ("shard", [["--batch-size", "3", "--shard", "2/3"]]),
+                ("grown", [["--batch-size", "4"], ["--batch-size", "5", "--input", "grown.jsonl"], [*again, "--input", "grown.jsonl"]]),
+                ("resumed", [["--batch-size", "4", "--max-calls", "5"], ["--batch-size", "6", "--attempts", "3", "--max-calls", "5"], ["--attempts", "1", "--on-failure", "split"]]),
+                ("keyed", [["--structured", "--batch-size", "3"]]),
+                ("no text", [["--model", "py:m.py:f", "--batch-size", "2"]]), ("longer", [["--batch-size", "3"], ["--stage", "two", "--id-length", "16", "--batch-size", "3"]]),
+                ("trial", [["trial", "--sizes", "1,1,3", "--sample", "12"]] * 2)):
+            for words in runs:
+                first = name == "trial"
+                code, out, err = self.main(*words[:first], "--input", "items.jsonl", "--model", faults, "--ledger", "l-%s.jsonl" % name, *words[first:])
+                self.assertIn(code, (0, 1, 3), err)
+            for more in ((), ("--input", "items.jsonl"), ("--input", "grown.jsonl")):
+                code, out = self.audit("--ledger", "l-%s.jsonl" % name, *more)
+                self.assertEqual(code, 0, name + out)
+
+    def test_a_ledger_made_under_another_plan_holds(self):
+        self.items_file(40)
+
+        def plan(batch, policy, size=None, fallback=False, singles=1):
+            name, last = bh.batch_id(item.id for item in batch), len(batch) == 1
+            for attempt in range(1, policy.attempts + 1):
+                [code] = yield [bh.Ask(tuple(batch), attempt, fallback, last, attempt == policy.attempts, name, size or len(batch))]
+                if code == "ok" or last and code in bh.HOPELESS:
+                    return
+            for item in batch[:0 if last else None]:
+                for attempt in range(1, singles + 1):
+                    [code] = yield [bh.Ask((item,), attempt, True, True, attempt == singles, name, size)]
+                    if code == "ok" or code in bh.HOPELESS:
+                        break
+        for singles in (1, 2):
+            ledger = "l%d.jsonl" % singles
+            with mock.patch.object(bh, "plan", functools.partial(plan, singles=singles)):
+                for more in ((), ("--retry-quarantined",)):
+                    self.main("--input", "items.jsonl", "--model", "demo:drop=0.3,value=0.3,cut=0.1", "--batch-size", "4", "--ledger", ledger, *more)
+            self.assertTrue(b"quarantined" in self.bytes(ledger))
+            code, out = self.audit("--ledger", ledger, "--input", "items.jsonl")
+            self.assertEqual(code, 0, out)
+
+    def test_a_ledger_of_refusals_and_of_calls_without_a_reply_holds(self):
+        def script(prompt, number):
+            if "number 3" in prompt:
+                return 400, error_body(message="no", code="content_policy_violation"), {}
+            return completion(reply_to_prompt(prompt)) if number % 3 else (500, b"", {})
+        self.ask(self.serve(script), 9, "--batch-size", "3", "--ledger", "l.jsonl")
+        self.assertEqual({row["verdict"] for row in self.rows("l.jsonl")}, {"ok", "rejected"})
+        self.assertTrue(self.rows("l.jsonl", "failure"))
+        code, out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out)
+
+    def test_a_ledger_that_was_killed_anywhere_and_gone_on_with_holds(self):
+        self.run_(12)
+        whole, random_ = self.bytes("l.jsonl"), random.Random(SEED)
+        for cut in sorted(random_.sample(range(1, len(whole)), 25)):
+            self.write("l.jsonl", whole[:cut] + random_.choice((b"", b"", b"\0" * 9)))
+            torn = self.bytes("l.jsonl")[-1:] not in b"\n}"
+            code, out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")
+            self.assertEqual(("the last line" in out, code), (torn, 0), out)
+            self.run_(12, "--attempts", "3")
+            code, out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")
+            self.assertEqual(("1 lines were cut, and closed off by a later run" in out, code), (torn, 0), out)
+
+    def test_what_is_no_row_is_named_and_a_torn_line_is_never_whole_json(self):
+        self.run_(8)
+        lines = self.bytes("l.jsonl").split(b"\n")[:-1]
+        row = json.loads(lines[2])
+        for odd, fault in ((json.dumps(dict(row, verdict="okay")), True), (json.dumps(dict(row, verdict="ok", answers={})), True), ('{"event": "attempt", "novel": 1}', True), ("[]", True), ("5", True),
+                           (lines[2].decode()[:-1] + ', "verdict": "ok"}', True), (lines[2].decode()[:-1] + ', "ms": NaN}', True), (lines[2].decode()[:-1] + ', "missing": ["\udcff"]}', True),
+                           (lines[2].decode()[:-7], False), ("\0\0\0", False), ("", False)):
+            odd = odd.encode("utf-8", "surrogateescape")
+            crc, after = zlib.crc32(odd), []
+            for line in lines[3:]:
+                after.append(re.sub(b'"prev": "[0-9a-f]{8}"', b'"prev": "%08x"' % crc, line))
+                crc = zlib.crc32(after[-1])
+            for end in (b"", b"\n"):
+                self.write("e.jsonl", b"\n".join([*lines[:2], odd, *after, b""]))
+                self.write("f.jsonl", b"\n".join([*lines, odd]) + end)
+                for path, place in (("e.jsonl", 3), ("f.jsonl", len(lines) + 1)):
+                    out = self.audit("--ledger", path)[1]
+                    said = "%s:%d: it is whole JSON and no row: edited, or of another version" % (path, place)
+                    self.assertEqual(said in out, fault, (odd, out))
+                    if not fault and path == "e.jsonl":
+                        self.assertIn("e.jsonl: 1 lines were cut, and closed off by a later run (3)", out)
+        for content, said in ((b"", "e.jsonl: the ledger is empty"), (lines[0][:99], "e.jsonl: the last line (1) is cut or garbage")):
+            self.write("e.jsonl", content)
+            code, out = self.audit("--ledger", "e.jsonl")
+            self.assertEqual((code, said in out), (0, True), out)
+
+    def test_every_member_that_can_be_derived_is(self):
+        self.items_file(12)
+
+        def script(prompt, number):
+            elements = json.loads(reply_to_prompt(prompt))
+            return completion(json.dumps(elements if len(elements) == 1 and "number 1" not in prompt else elements[1:]), finish_reason="stop")
+        self.ask(self.serve(script), 12, "--batch-size", "3", "--labels", "good,bad", "--ledger", "l.jsonl")
+        self.main("--input", "items.jsonl", "--ledger", "l.jsonl", "--model", "x", "--base-url", "http://127.0.0.1:9", "--labels", "good,bad")
+        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
+        self.assertEqual(self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")[0], 0)
+
+        def place(**wanted):
+            return next(n for n, row in enumerate(rows) if all(row.get(name) == value for name, value in wanted.items()))
+        run, first, second = 0, place(attempt=1, fallback=False, verdict="set_mismatch"), place(attempt=2, fallback=False)
+        good, held = place(verdict="ok"), next(n for n, row in enumerate(rows) if "quarantined" in row)
+        sha = [bh.text_digest("text number %d" % n)[:32] for n in range(12)]
+
+        def turned(verdict, **more):
+            def change(row):
+                row.pop("answers", None)
+                row.update(verdict=verdict, **more)
+            return change
+        for number, change, said in (
+                (good, turned("not_json"), "its verdict is not_json, and its reply is ok today"), (good, turned("refused", detail=""), "its verdict is refused, and its reply is ok today"),
+                (good, turned("rejected"), "its verdict is rejected, and its reply is ok today"), (first, turned("refused"), "its verdict is refused, and its reply is set_mismatch today"),
+                (good, lambda row: row.update(quarantined=row["batch"]), "it is whole JSON and no row"),
+                (first, lambda row: row.update(batch_id="0" * 12), "batch_id is neither that of its items"), (good, lambda row: row.update(batch_id="0" * 12), "batch_id is neither"),
+                (good, lambda row: row.update(fallback=False), "fallback is false, and its items had failed before"), (first, lambda row: row.update(fallback=True), "fallback is true, and its items had not failed before"),
+                (second, lambda row: row.update(attempt=1), "attempt 1, and that is on the ledger before"), (first, lambda row: row.update(attempt=2), "attempt 2, and no attempt 1 of these items failed before"),
+                (second, lambda row: row.update(attempt=3), "attempt 3, and its run makes 2"), (first, lambda row: row.update(size=4), "size is 4, and its run asks at 3"),
+                (good, lambda row: row.update(size=1), "size is 1, and its run asks at 3"), (good, lambda row: row.update(reordered=True), "reordered is true, and by its reply false"),
+                (good, lambda row: row.update(normalised=["fence"]), 'normalised is ["fence"], and by its reply []'), (first, lambda row: row.pop("missing"), "missing is null, and by its reply ["),
+                (first, lambda row: row.update(extra=["x"]), 'extra is ["x"], and by its reply []'),
+                (first, lambda row: row.update(quarantined=row["batch"], text_sha=[one for name in row["batch"] for one in sha if one.startswith(name)]), "into quarantine, and calls were left to be made"),
+                (first, lambda row: row.update(prompt_sha="0" * 32), "its prompt, rebuilt from task and texts, is another"), (first, lambda row: row.pop("sources"), "its sources are not those of the input"),
+                (good, lambda row: row.update(sources=["z"]), "its sources are not those of the input"), (run, lambda row: row.update(items=13), "has 13 items, and the input of its digest has 12"),
+                (run, lambda row: row.update(digest="0" * 32), "the digest of run %s is not that of its items" % rows[0]["run"]), (run, lambda row: row.update(stage="x"), "the stage of run"),
+                (held, lambda row: row.update(text_sha=[one[:12] + "0" * 20 for one in row["text_sha"]]), "text_sha is not that of its text")):
+            self.edited(number, change)
+            code, out = self.audit("--ledger", "e.jsonl", "--input", "items.jsonl")
+            self.assertEqual((code, said in out), (1, True), (said, out))
+
+    def test_what_could_not_be_checked_is_counted_and_what_no_ledger_shows_is_said(self):
+        self.run_(8)
+        rows = self.rows("l.jsonl")
+        self.write("items.jsonl", self.bytes("items.jsonl").replace(b"text number 3", b"another text"))
+        code, out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")
+        batches = sum(bh.item_id("text number 3") in row["batch"] for row in rows)
+        self.assertIn("prompts with texts that the input does not hold %d" % batches, out)
+        self.assertIn("runs that froze another input or a sample 1", out)
+        self.assertEqual(code, 0, out)
+        for words in ("wrote the whole chain anew, whose CRC-32 anyone can compute", "the last one is as it was", "no line is gone from the end", "finish, tokens and refusals truly"):
+            self.assertIn(words, out)
+
+    def test_an_outcome_of_an_item_that_was_never_answered_is_named(self):
+        self.run_()
+        self.table()
+        self.main(*self.APPLY)
+        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
+        self.assertEqual(self.audit("--ledger", "l.jsonl")[0], 0)
+        place = next(n for n, row in enumerate(rows) if row["event"] == "apply")
+        for name in ("0" * 12, "me"):
+            self.edited(place, lambda row, name=name: row["applied"].append(name))
+            code, out = self.audit("--ledger", "e.jsonl")
+            self.assertEqual(code, 1)
+            self.assertIn('e.jsonl:%d: applied: no row before it answers item "%s"' % (place + 1, name), out)
+
     def test_an_audit_of_another_input_is_no_all_clear(self):
         self.run_(4)
         self.items_file(4, "other.jsonl", 50)
@@ -5244,101 +5410,6 @@ class AuditAndApply(EndpointCase):
             self.assertEqual(code, 1)
             self.assertIn("e.jsonl:%d: " % (place + 1), out)
             self.assertIn(said, out)
-
-    def test_every_member_that_can_be_derived_is(self):
-        self.items_file(8)
-        words = ("--input", "items.jsonl", "--labels", "good,bad", "--batch-size", "2", "--ledger", "l.jsonl")
-        self.main(*words, "--model", "demo:value=0.6,seed=5")
-        self.assertEqual(self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")[0], 0)
-        rows = [json.loads(line) for line in self.bytes("l.jsonl").splitlines()]
-
-        def first(**members):
-            return next(n for n, row in enumerate(rows) if row["event"] == "attempt" and all(
-                row.get(name) == value for name, value in members.items()))
-        good, failed = first(verdict="ok", fallback=False), first(verdict="bad_value", fallback=False)
-        single = first(fallback=True)
-        items = rows[good]["batch"]
-        for place, change, said in (
-                (good, {"batch_id": "0" * 12}, "batch_id is neither that of its items nor that of a batch"),
-                (good, {"size": 3}, "size is 3, and its run asks at 2"),
-                (good, {"attempt": 2}, "attempt 2, and no attempt 1 of these items failed before"),
-                (good, {"fallback": True}, "fallback is true, and its items had not failed before"),
-                (single, {"fallback": False}, "fallback is false, and its items had failed before"),
-                (good, {"reordered": True}, "reordered is true, and by its reply false"),
-                (good, {"normalised": ["fence"]}, 'normalised is ["fence"], and by its reply []'),
-                (good, {"sources": [88, 99]}, "its sources are not those of the input"),
-                (failed, {"verdict": "not_json"}, "its verdict is not_json, and its reply is bad_value today"),
-                (failed, {"quarantined": rows[failed]["batch"], "text_sha": [
-                    bh.text_digest("text number %d" % n)[:32] for name in rows[failed]["batch"]
-                    for n in range(8) if bh.item_id("text number %d" % n) == name]},
-                 "it puts its items into quarantine, and calls were left to be made"),
-                (0, {"items": 7}, "has 7 items, and the input of its digest has 8"),
-                (0, {"digest": "0" * 32}, "the digest of run")):
-            self.edited(place, lambda row: row.update(change))
-            code, out = self.audit("--ledger", "e.jsonl", "--input", "items.jsonl")
-            self.assertEqual(code, 1, said)
-            self.assertIn(said, out)
-        last = json.loads(self.bytes("l.jsonl").splitlines()[-1])
-        lines = self.bytes("l.jsonl")
-        applied = {"event": "apply", "task": last["task"], "target": "posts", "applied": [bh.item_id("never asked")],
-                   "seq": last["seq"] + 1, "prev": "%08x" % zlib.crc32(lines.splitlines()[-1])}
-        self.write("e.jsonl", lines + json.dumps(applied).encode() + b"\n")
-        self.assertIn("applied: no row before it answers item", self.audit("--ledger", "e.jsonl")[1])
-        self.assertTrue(items)
-
-    def test_a_line_that_is_whole_json_and_no_row_is_a_fault_and_a_cut_one_is_told(self):
-        self.run_(8)
-        lines = self.bytes("l.jsonl").splitlines()
-        for place, old, new in ((1, b'"verdict": "', b'"verdict": "x'), (1, b'"attempt": ', b'"attempt": 1, "attempt": ')):
-            edited = lines[:place] + [lines[place].replace(old, new, 1)]
-            row = json.loads(lines[place + 1])
-            row.update(prev="%08x" % zlib.crc32(edited[-1]))
-            self.write("e.jsonl", b"\n".join([*edited, json.dumps(row).encode(), b""]))
-            code, out = self.audit("--ledger", "e.jsonl")
-            self.assertEqual(code, 1)
-            self.assertIn("e.jsonl:2: it is whole JSON and no row: edited, or of another version", out)
-        for end, said in ((lines[1][:-9], "the last line (%d) is cut or garbage"), (b"\0\0\0", "the last line (%d) is cut or garbage")):
-            self.write("e.jsonl", b"\n".join([*lines, end]))
-            code, out = self.audit("--ledger", "e.jsonl")
-            self.assertEqual(code, 0, out)
-            self.assertIn(said % (len(lines) + 1), out)
-        self.write("e.jsonl", b"")
-        self.assertIn("the ledger is empty", self.audit("--ledger", "e.jsonl")[1])
-        self.write("l.jsonl", b"\n".join([*lines[:2], lines[2][:-9]]))
-        self.run_(8)
-        self.assertIn("1 lines were cut, and closed off by a later run (3)", self.audit("--ledger", "l.jsonl")[1])
-
-    def test_what_could_not_be_checked_is_counted(self):
-        self.run_(8)
-        self.items_file(7)
-        out = self.audit("--ledger", "l.jsonl", "--input", "items.jsonl")[1]
-        self.assertRegex(out, r"not checked: .*prompts with texts that the input does not hold \d")
-        self.assertIn("runs that froze another input 1", out)
-        self.assertIn("whose CRC-32 anyone can compute", out)
-
-    def test_honest_ledgers_of_every_kind_hold(self):
-        self.items_file(30)
-        self.write("other.jsonl", self.bytes("items.jsonl") + b'{"id": 99, "text": "one more"}\n')
-        faults = "demo:drop=0.2,value=0.1,empty=0.1,refuse=0.1,fence=0.2,reorder=0.2,seed=3"
-        plain = ("--input", "items.jsonl", "--labels", "good,bad", "--model", faults)
-        for number, commands in enumerate((
-                [plain], [(*plain, "--batch-size", "4")], [(*plain, "--batch-size", "4", "--on-failure", "split")],
-                [(*plain, "--batch-size", "4", "--on-failure", "exclude")], [(*plain, "--structured", "--batch-size", "3")],
-                [(*plain, "--batch-size", "5", "--attempts", "1"), (*plain, "--retry-quarantined")],
-                [(*plain, "--batch-size", "5", "--max-calls", "4"), (*plain, "--batch-size", "5")],
-                [(*plain, "--batch-size", "5", "--max-calls", "7"), (*plain, "--batch-size", "2", "--attempts", "3")],
-                [(*plain, "--limit", "7"), (*plain, "--stage", "other"), plain],
-                [(*plain, "--shard", "1/3"), (*plain, "--shard", "2/3")],
-                [("trial", *plain, "--sizes", "1,1,3", "--sample", "20")],
-                [plain, ("--input", "other.jsonl", *plain[2:], "--batch-size", "3")],
-                [(*plain, "--order", "strict", "--batch-size", "3")], [(*plain, "--id-length", "16", "--batch-size", "3")])):
-            ledger = "l%d.jsonl" % number
-            for words in commands:
-                self.assertIn(self.main(*words, "--ledger", ledger)[0], (0, 1, 3))
-            length = ("--id-length", "16") if "--id-length" in commands[0] else ()
-            for given in ((), ("--input", "items.jsonl", *length), ("--input", "other.jsonl", *length)):
-                code, out = self.audit("--ledger", ledger, *given)
-                self.assertEqual(code, 0, (commands, given, out[-1500:]))
 
     def test_ledgers_of_shards_are_taken_as_one(self):
         self.items_file(30)
