@@ -4214,20 +4214,20 @@ def at_best(calls: int) -> str:
 BASELINE = 100                          # single first calls without which no larger size is safe
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
-COUNTS = ("calls", "first", "first_ok", "retried", "rescued", "fallbacks", "answered", "quarantined",
-          "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown")
+COUNTS = ("calls", "first", "first_ok", "retried", "rescued", "fallbacks", "answered",
+          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown")
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # an arm by the names that --json gives
 Gold = Dict[int, Answer]                # key_of(digest) -> spellings under which an answer is right
 
 
 def rate(part: int, whole: int) -> str:
-    """A rate with its numerator and denominator: "11 of 12 (91.7 %)"; "0 of 0 (n/a)" where there is nothing."""
+    """A rate with its numerator and denominator: "11 of 12 (91.7 %)"; "0 of 0 (n/a)"."""
     return "%d of %d (%s)" % (part, whole, "%.1f %%" % (100 * part / whole) if whole else "n/a")
 
 
 def counts(tally: Mapping[str, int]) -> str:
-    """Counts as words, the largest first: "ok 12, set_mismatch 1"; "none" where there is nothing."""
+    """Counts as words, the largest first: "ok 12, set_mismatch 1"; "none" of nothing."""
     entries = sorted(tally.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join("%s %d" % entry for entry in entries) or "none"
 
@@ -4273,6 +4273,7 @@ class Group(NamedTuple):
     form: str
     size: int
     asked: str                          # the model asked for, where the endpoint named none
+    fields: Tuple[str, ...]             # none where the row of the run, and so the task, is lost
 
 
 class Figures:
@@ -4294,7 +4295,7 @@ class Figures:
 
     group: Group
     asked = ""                          # the model that was asked for
-    fields: Mapping[str, Any] = {}      # of the task, name -> schema: none if its run row is lost
+    fields: Mapping[str, Any] = {}      # of the task: name -> schema
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = collections.Counter()
@@ -4381,10 +4382,8 @@ class Reading:
     def read(self, ledger: str) -> None:
         """Take in one ledger."""
         history = replay(ledger, functools.partial(self._take, ledger))
-        if history.damaged:
-            self.damaged[ledger] = history.damaged
-        if history.broken:
-            self.broken[ledger] = history.broken
+        self.damaged[ledger] = history.damaged
+        self.broken[ledger] = history.broken
 
     def _take(self, ledger: str, line: Line) -> None:
         row = line.row or {}
@@ -4410,7 +4409,11 @@ class Reading:
         if model:
             asked = ""
         return Group(ledger, row["stage"], row["task"], row.get("arm"), model, row["form"],
-                     row["size"], asked)
+                     row["size"], asked, tuple(self._fields(row)))
+
+    def _fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        run = self.runs.get(row["run"], {})
+        return an_object(an_object(run.get("task")).get("fields"))
 
     def _model(self, ledger: str, number: int, row: Mapping[str, Any]) -> None:
         asked = self._asked(row)
@@ -4427,9 +4430,7 @@ class Reading:
             figures = Figures()
             figures.group = group
             figures.asked = self._asked(row)
-            if row["run"] in self.runs:
-                task = self.runs[row["run"]]["task"]
-                figures.fields = an_object(task.get("fields")) or DEFAULT.fields
+            figures.fields = self._fields(row)
             self.groups[group] = figures
         self.groups[group].add(row)
         if row["verdict"] == "ok" or "quarantined" in row:
@@ -4572,7 +4573,8 @@ def shown_worse(found: Comparison, options: Settings) -> Iterator[str]:
     """In which ways a size is shown to be worse than it may be."""
     figures = found.figures
     if found.rates.low > options.max_failure:
-        yield "first passes fail in more than %.1f %% of calls: %s, at size 1 %s; such as those of %s" % (
+        yield ("first passes fail in more than %.1f %% of calls: %s, at size 1 %s; such as those "
+               "of %s") % (
             100 * options.max_failure, rate(figures.failures, figures.first),
             rate(found.base.failures, found.base.first), ", ".join(figures.failed[:3]))
     if found.shift.low > options.margin:
@@ -4615,6 +4617,8 @@ def more_calls(excess: Mapping[float, int], margin: float) -> str:
 def decision_of(found: Comparison, options: Settings) -> Tuple[str, str]:
     """The decision on an arm's size, and why."""
     figures = found.figures
+    if not figures.fields:
+        return "not compared", "the row of the run, which tells the task, is damaged or gone"
     if figures.group.size == 1:
         return "baseline", "%d single first calls" % figures.first
     worse = "; ".join(shown_worse(found, options))
@@ -4694,13 +4698,12 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Dict[str, Any]:
     figures = found.figures
     tally: Counter[str] = collections.Counter()
     pairs: Counter[Tuple[str, str]] = collections.Counter()     # (right answer, answer)
-    fields = figures.fields or DEFAULT.fields
-    field = judged_field(fields, name)
-    place = list(fields).index(field)
-    known = label_words(fields[field])
+    field = judged_field(figures.fields, name)
+    place = list(figures.fields).index(field)
+    known = label_words(figures.fields[field])
     for key, spellings in gold.items():
         truth = [word for word in spellings if word in known or not known]
-        if not truth or not figures.fields:
+        if not truth:
             tally["unknown"] += 1
         elif key in figures.answers:
             answer = figures.answers[key][place]
@@ -4755,7 +4758,7 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     group = figures.group
     decision, why = decision_of(found, options)
     data = {
-        **group._asdict(), "asked": figures.asked, "no_task": int(not figures.fields),
+        **group._asdict(), "asked": figures.asked,
         "model": group.model_string or figures.asked + " (not named by the endpoint)",
         **{name: getattr(figures, name) for name in COUNTS},
         "items": figures.items, "fell_back": len(figures.fell_back),
@@ -4793,22 +4796,18 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
     for figures in arms:
         like = figures.group._replace(ledger="", arm=None, size=1)
         alike = [one for one in arms if one.group._replace(ledger="", arm=None) == like
-                 and one.first and like_tasks(one, figures)]
+                 and one.first and one.fields]
         found = Comparison(figures, alike)
         datas.append(arm_data(found, options))
-        if gold:
+        if gold and figures.fields:
             datas[-1].update(gold_data(found, gold, options.gold_field))
-    if gold and datas and all(data["gold_unknown"] == len(gold) for data in datas):
+    unknown = [data.get("gold_unknown", len(gold)) for data in datas]
+    if gold and datas and min(unknown) == len(gold):
         raise HarnessError("no %s of %s is a label of a task on the ledger; check --gold-field" % (
             options.gold_field, options.input))
     for data in datas:
         data["label"] = arm_label(data, datas)
     return datas
-
-
-def like_tasks(one: Figures, other: Figures) -> bool:
-    """Whether answers can be compared: one whose task is not known is taken as of one field."""
-    return list(one.fields or DEFAULT.fields) == list(other.fields or DEFAULT.fields)
 
 
 def arm_label(data: Data, datas: Sequence[Data]) -> str:
@@ -4839,11 +4838,9 @@ DETAILS = (
     ("decision", "decision", "%(decision)s: %(why)s"),
     ("model", "model", "%(model)s, %(form)s, size %(size)s"),
     ("task", "task", "%(task)s, stage %(stage)s, on %(ledger)s"),
-    ("task not known", "no_task", "the row of its run is lost: its answers are compared whole, and "
-     "not with those of tasks of several fields"),
     ("calls", "calls", "%(calls)s"),
-    ("first pass ok", "calls", "%(first_ok of first)s full batches; between %(first_pass_low share)s"
-     " and %(first_pass_high share)s, however often one looks"),
+    ("first pass ok", "calls", "%(first_ok of first)s full batches; between "
+     "%(first_pass_low share)s and %(first_pass_high share)s, however often one looks"),
     ("rescued by retry", "retried", "%(rescued of retried)s"),
     ("fallbacks", "fallbacks", "%(fallbacks)s calls; items that fell back: %(fell_back of items)s"),
     ("items answered", "calls", "%(answered)s"),
@@ -4860,7 +4857,7 @@ DETAILS = (
      "%(floor_same of floor_compared)s"),
     ("by field", "compared", "%(fields agreements)s"),
     ("agrees with gold", "judged", "%(right of judged)s answers; against size 1 it lost %(lost)s "
-     "right ones and won %(won)s (p %(p places)s)"),
+     "right ones and won %(won)s (p %(p digits)s)"),
     ("no gold label", "gold_unknown", "%(gold_unknown)s gold values are no label and left out"),
     ("differing answers", "half_first", "%(half_first share)s in the first half of the prompt, "
      "%(half_second share)s in the second"),
@@ -4881,6 +4878,7 @@ RUNS = (
 FORMS: Dict[str, Callable[[Any], str]] = {
     "share": lambda value: "%.1f %%" % (100 * value),
     "places": lambda value: "%.2f" % value,
+    "digits": lambda value: "%.3g" % value,
     "whole": lambda value: "%.0f" % value,
     "short": lambda label: label.replace("arm ", "", 1),
     "counts": counts,
@@ -4893,7 +4891,7 @@ FORMS: Dict[str, Callable[[Any], str]] = {
 
 
 class Words(Dict[str, Any]):
-    """Members as templates ask for them: %(floor share)s by a form, %(first_ok of first)s a rate."""
+    """Members as templates ask for them: %(floor share)s, %(first_ok of first)s."""
 
     def __missing__(self, wanted: str) -> str:
         member, _, form = wanted.partition(" ")
@@ -4939,9 +4937,11 @@ def notes(reading: Reading) -> Iterator[str]:
         yield "calls without a reply: " + counts(+reading.failures)
     for faults, words in (
             (reading.damaged, "damaged lines, skipped"),
-            (reading.broken, "lines that do not follow the one before (edited, removed or repeated)")):
+            (reading.broken,
+             "lines that do not follow the one before (edited, removed or repeated)")):
         for path, numbers in faults.items():
-            yield "%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path)
+            if numbers:
+                yield "%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path)
 
 
 # ---- words -> text ----
@@ -4989,7 +4989,7 @@ PAGE = string.Template("""<!doctype html>
 @media (prefers-color-scheme: dark) {
  :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --mark: #7db8ff; --soft: #3a3016 } }
 body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
- margin: 1rem auto; max-width: 64rem; padding: 0 1rem; overflow-wrap: anywhere }
+ margin: 1rem auto; max-width: 64rem; padding: 0 1rem; overflow-wrap: break-word }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 div { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left;
@@ -4999,6 +4999,7 @@ meter { width: 8rem; margin-right: .5rem }
 @media (max-width: 40rem) {
  .cards tr { display: block; border-bottom: 2px solid var(--line); padding: .3rem 0 }
  .cards th { display: none } .cards td { display: flex; border: 0; padding: .1rem .4rem }
+ td { overflow-wrap: anywhere }
  .cards td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 } }
 </style></head><body><h1>$title</h1>
 <p>Whether an id is right, the program proves; whether an answer is right, a person must judge.</p>
@@ -5040,7 +5041,8 @@ def page_of(datas: Sequence[Data], reading: Reading, inspected: str) -> str:
     parts += ["<p>%s</p>" % escaped(words) for words in notes(reading)]
     bars = [(whose, label, (part, "%d (%.1f %%)" % (count, 100 * part)))
             for whose, label, count, part in label_bars(datas)]
-    parts.append(as_table("Labels given", [("arm and field", "label", "answers"), *bars], 0, "cards"))
+    head = ("arm and field", "label", "answers")
+    parts.append(as_table("Labels given", [head, *bars], 0, "cards"))
     parts.append(inspected)
     for data in datas:
         parts += confusion_tables(data)
@@ -5129,7 +5131,7 @@ def raw_answers(reading: Reading, keys: Set[int]) -> Dict[Tuple[Group, int], str
 
 
 def each_once(paths: Iterable[str]) -> List[str]:
-    """The paths, without those that name a file again: a ledger would pass for its own repetition."""
+    """The paths, each file once: a ledger would pass for its own repetition."""
     files: Dict[str, str] = {}
     for path in paths:
         files.setdefault(os.path.realpath(path), path)
@@ -5145,7 +5147,7 @@ def check_page(path: str) -> None:
 
 
 def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Print what the calls on ledgers came to, the failures by kind, and which lines are damaged."""
+    """Print what the calls on ledgers came to; --html writes it as a page, too."""
     if options.html:
         check_page(options.html)
     if options.input == "-":
@@ -5159,20 +5161,21 @@ def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
         page = page_of(datas, reading, inspection(options, reading, datas, gold))
         data = page.encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(data), "--html")
+    broken = {path: numbers for path, numbers in reading.broken.items() if numbers}
     if options.json:
         lines = [number for numbers in reading.damaged.values() for number in numbers]
         out(json.dumps({"arms": datas, "model_changes": reading.changes,
                         "failures": +reading.failures, "damaged_lines": lines,
-                        "broken_lines": reading.broken}, indent=1), wrap=False)
+                        "broken_lines": broken}, indent=1), wrap=False)
     else:
         print_report(datas, reading, out)
         if options.html:
             say("the page is in %s" % options.html)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
-    if not options.fail_unless_safe or (wanted == {"safe"} and not reading.broken):
+    if not options.fail_unless_safe or (wanted == {"safe"} and not broken):
         return DONE
     found = ", ".join(sorted(wanted)) or "no such arm"
-    if reading.broken and wanted:
+    if broken and wanted:
         found = "its ledger was edited"
     say("size %d is not shown to be safe: %s" % (options.fail_unless_safe, found))
     return QUARANTINED_LEFT
@@ -5197,8 +5200,8 @@ def print_report(datas: Sequence[Data], reading: Reading, out: Speaker) -> None:
 def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Where the model behind a name changed, in words."""
     for change in changes[:MAX_REPORTED]:
-        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s of "
-               "%(ledger)s on (%(at)s)" % change)
+        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s "
+               "of %(ledger)s on (%(at)s)" % change)
     if len(changes) > MAX_REPORTED:
         yield "%d more changes of the model" % (len(changes) - MAX_REPORTED)
 
