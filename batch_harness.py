@@ -5060,12 +5060,14 @@ class Comparison:
         self.places: Counter[Tuple[str, bool]] = collections.Counter()  # (half, is it the same)
         for key in self.both:
             expected = self.base.answers[key]
-            self.places["all", figures.answers[key] == expected] += 1
-            if figures.answers[key] != expected == self.other.answers.get(key, expected):
+            same = figures.answers[key] == expected
+            self.places["all", same] += 1
+            if not same and self.other.answers.get(key, expected) == expected:
                 self.differing.append(key)
         for key, answer in self.other.answers.items():
             if key in self.base.answers:
-                self.places["floor", answer == self.base.answers[key]] += 1
+                same = answer == self.base.answers[key]
+                self.places["floor", same] += 1
         for reordered, keys in figures.batches:
             if len(keys) > 1:
                 self._batch(reordered, keys)

@@ -3276,7 +3276,7 @@ class Runs(EndpointCase):
         code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
         self.assertNotIn("\r", err)
         runner = types.SimpleNamespace(tally=collections.Counter(answered=30, quarantined=2, pending=62, failures=4), _began=100.0,
-                                       figures=collections.Counter(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
+                                       figures=types.SimpleNamespace(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
                                        pace=types.SimpleNamespace(held_until=120.0))
         words = bh.fitting(bh.Runner._progress(runner, 116.0))
         self.assertEqual(words, "32/62 items, waiting 4 s, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
@@ -4448,6 +4448,66 @@ def ask(prompt):
         self.assertIn("14 clean calls more", arms[2]["why"])
         self.assertIn("calls would settle it", self.decisions(160, "pass")[2]["why"])
         self.assertIn("no second arm of size 1", self.decisions(160, "pass", sizes="1,2")[1]["why"])
+
+    def test_not_safe_is_said_before_the_baseline_is_complete(self):
+        arms = self.decisions(20, "label = 'other'[:4] if 0 else 'good' if place else 'bad'")
+        self.assertEqual((arms[2]["decision"], arms[2]["compared"]), ("not safe", 20), arms[2]["why"])
+        arms = self.decisions(20, "label = 'good' if place and number % 9 == 0 else label")
+        same = arms[2]["same"]
+        self.assertEqual(arms[2]["decision"], "baseline first")
+        self.assertIn("40 of 100 single first calls of this model and task", arms[2]["why"])
+        self.assertIn("%s answers are as at size 1, against a floor of 20 of 20 (100.0 %%)"
+                      % bh.rate(same, 20), arms[2]["why"])
+
+    def test_decisions_name_tokens_beside_calls(self):
+        usage = {1: (80, 10), 2: (90, 20)}
+
+        def script(prompt, number):
+            tokens_in, tokens_out = usage[len(asked_in(prompt))]
+            return completion(reply_to_prompt(prompt), usage={
+                "prompt_tokens": tokens_in, "completion_tokens": tokens_out})
+        server = self.serve(script)
+        self.items_file(330)
+        self.main("trial", "--input", "items.jsonl", "--model", "openai:m", "--base-url", server.base,
+                  "--sample", "330", "--ledger", "t.jsonl")
+        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
+        self.assertEqual((arm["decision"], arm["tokens_per_item"]), ("safe", 55))
+        self.assertIn("50 % of the calls and 61 % of the tokens of size 1: 0.50 calls", arm["why"])
+
+    def test_the_report_begins_with_an_arm_a_line_and_the_labels_as_bars(self):
+        self.items_file(30)
+        self.trial("--labels", "good,\u8d28\u91cf", "--sizes", "1,1,2,5")
+        lines = {}
+        for width in (0, 40, 80, 120):
+            with mock.patch.object(bh.Speaker, "width", width):
+                lines[width] = self.main("report", "--ledger", "t.jsonl")[1].splitlines()
+        for width in (0, 80, 120):
+            rows = [re.split("  +", line) for line in lines[width][:5]]
+            self.assertEqual(rows[0], ["arm", "size", "form", "calls", "first pass", "agrees",
+                                       "floor", "tok/item", "decision"])
+            self.assertEqual(rows[3][:4] + rows[3][-1:], ["2", "2", "list", "15", "baseline first"])
+        self.assertIn("decision   baseline first", lines[40])
+        for width in (40, 80, 120):
+            self.assertLess(max(map(len, lines[width])), width)
+            bars = lines[width].index("arm 2, size 2: answer")
+            for line in lines[width][bars + 1:bars + 3]:
+                self.assertRegex(line, "^  (good|\u8d28\u91cf)  #* +[0-9]+ \\([0-9.]+ %\\)$")
+
+    def test_the_page_shows_right_answers_and_which_label_came_for_which(self):
+        rows = [{"text": "text number %d" % n, "gold": "good" if n % 3 else "bad"} for n in range(60)]
+        self.write("gold.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        gold = ["--input", "gold.jsonl", "--gold-field", "gold"]
+        for more, expected in (([], "size 1"), (gold, "gold")):
+            self.decisions(60, "label = 'bad' if place else label",
+                           report=["--html", "page.html", "--input", "items.jsonl", *more])
+            page = self.bytes("page.html").decode()
+            matrix = page.split("arm 2, size 2: answers to answer, by %s" % expected)[1].split("</table>")[0]
+            counts = [int(n) for n in re.findall('<td title="(?:good|bad)">([0-9]+)</td>', matrix)]
+            self.assertEqual((sum(counts), counts[2], counts[2] + counts[3]), (60, 0, 20))
+            self.assertEqual('<td title="gold">' in page.split("Texts and their answers")[1].split("<h2>")[0],
+                             bool(more))
+            for words in ("Judge.", "items.jsonl: 60 rows, 60 items", "20[0-9-]{8}T", "enum"):
+                self.assertRegex(page.split("What was asked")[1], words)
 
     def test_the_report_takes_ledgers_of_their_own_for_every_size(self):
         self.items_file(330)
