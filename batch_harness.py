@@ -3261,7 +3261,7 @@ class Runner:
         self.run_id = "%012x" % random.SystemRandom().getrandbits(48)
         self.pace = Pace(options.workers, options.rpm, random.random)
         self.tally: Counter[str] = collections.Counter()            # calls, replies, answered, ... of this run
-        self.figures: Counter[str] = collections.Counter()          # of its attempt rows, as the report counts them
+        self.figures = Figures()                                    # of its attempt rows, as the report counts them
         self.code, self.reason = DONE, ""                           # another code: it stopped early, and why
         self.flights = interleaved(arms) if len(arms) > 1 else arms[0].flights()
         self.ledger: Optional[Ledger] = None
@@ -3373,11 +3373,11 @@ class Runner:
                 "%.0f/s" % (done / seconds) if done > 100 * seconds else
                 "%.3g/s" % (done / seconds) if done > seconds else "%.3g/min" % (60 * done / seconds),
                 clock(left) + " left" if done else "",
-                "first pass %.1f %%" % (100 * figures["first_ok"] / figures["first"]) if figures["first"] else "",
+                "first pass %.1f %%" % (100 * figures.first_ok / figures.first) if figures.first else "",
                 "%d quarantined" % tally["quarantined"] if tally["quarantined"] else "",
-                "%d fallbacks" % figures["fallbacks"] if figures["fallbacks"] else "",
+                "%d fallbacks" % figures.fallbacks if figures.fallbacks else "",
                 "%d failed calls" % tally["failures"] if tally["failures"] else "",
-                "%d+%d tokens" % (figures["tokens_in"], figures["tokens_out"]) if figures["tokens_in"] else ""]
+                "%d+%d tokens" % (figures.tokens_in, figures.tokens_out) if figures.tokens_in else ""]
 
     def catch_signals(self) -> Dict[int, Any]:
         """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger."""
@@ -3585,7 +3585,7 @@ class Runner:
             self.tally["lost"] += 1
             return False
         self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
-        add_row(self.figures, row)
+        self.figures.count(row)
         if code == "ok":
             self._fruitless.clear()
             self.confirm()
@@ -4633,13 +4633,17 @@ def read_whole(path: str) -> bytes:
         raise HarnessError("cannot read %s: %s; check the name" % (path, error.strerror))
 
 
-# ====================================================================================================================
-# STATISTICS.  Pure: how often calls fail, whether answers differ, what a sample can show.  Every limit holds however
-# often one looks at a growing ledger.
-# ====================================================================================================================
+# ==================================================================================================
+# STATISTICS.  Pure: how often calls fail, whether answers differ, what a sample can show.  Every
+# limit holds however often one looks at a growing ledger, and depends on counts alone: never on the
+# order of what was counted.
+# ==================================================================================================
 
-LEVEL = 0.05                    # a limit is wrong in at most this share of all ledgers, however often one looks
-MOST_AT_STAKE = 0.95            # of what a bet could lose at worst: nothing is ever staked whole
+LEVEL = 0.05                    # a limit is wrong in at most this share of all ledgers
+NEXT_TO_0 = 1e-12               # a rate that bisection may begin with
+EVEN = {n / 20: 1 / 19 for n in range(1, 20)}           # stake -> its part of a fortune of 1
+BOLD = {**dict.fromkeys(EVEN, 0.1 / 19), 0.97: 0.9}     # sharp where next to nothing differs
+Values = Mapping[float, float]                          # value -> how often it was seen
 
 
 class Limits(NamedTuple):
@@ -4649,79 +4653,106 @@ class Limits(NamedTuple):
     high: float
 
 
-def boundary(holds: Callable[[float], bool], inside: float, outside: float, steps: int = 40) -> float:
+def boundary(holds: Callable[[float], bool], inside: float, outside: float) -> float:
     """Where a condition that holds inside stops to hold, by bisection."""
-    for _ in range(steps):
+    for _ in range(40):
         middle = (inside + outside) / 2
-        inside, outside = (middle, outside) if holds(middle) else (inside, middle)
+        if holds(middle):
+            inside = middle
+        else:
+            outside = middle
     return (inside + outside) / 2
 
 
-def failure_limits(failures: int, calls: int) -> Limits:
-    """Limits of a failure rate that stay valid under peeking: a mixture e-value, Beta(0.5, 20), and Ville's inequality.
+def least_count(holds: Callable[[float], bool]) -> int:
+    """The least count from 0 on for which a condition holds that goes on to hold."""
+    return math.ceil(boundary(lambda count: not holds(count), 0, 1e9) - 0.01)
+
+
+def log_beta(a: float, b: float) -> float:
+    """The logarithm of the Beta function."""
+    return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
+
+
+def failure_limits(failures: int, calls: float) -> Limits:
+    """Limits of a failure rate, valid under peeking: a mixture e-value and Ville's inequality.
+
+    The rates are mixed by Beta(0.5, 20): few failures are expected, so that it is sharp near zero.
 
     >>> round(failure_limits(0, 74).high, 6), round(failure_limits(3, 50).high, 6)
     (0.049727, 0.207677)
     """
-    def log_beta(a: float, b: float) -> float:
-        return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
-    good, prior = calls - failures, (0.5, 20.0)         # few failures are expected: it is sharp near zero
-    mixed = log_beta(prior[0] + failures, prior[1] + good) - log_beta(*prior)
+    good = calls - failures
+    mixed = log_beta(0.5 + failures, 20 + good) - log_beta(0.5, 20)
 
     def possible(rate: float) -> bool:
-        return mixed - failures * math.log(rate) - good * math.log1p(-rate) < -math.log(LEVEL)
-    if not calls:
-        return Limits(0.0, 1.0)
-    seen = min(max(failures / calls, 1e-12), 1 - 1e-12)
-    return Limits(boundary(possible, seen, 1e-12) if failures else 0.0,
-                  boundary(possible, seen, 1 - 1e-12) if good else 1.0)
+        chance = failures * math.log(rate) + good * math.log1p(-rate)
+        return mixed - chance < -math.log(LEVEL)
+
+    seen = min(max(failures / max(1, calls), NEXT_TO_0), 1 - NEXT_TO_0)
+    return Limits(
+        round(boundary(possible, seen, NEXT_TO_0), 10),
+        round(boundary(possible, seen, 1 - NEXT_TO_0), 10))
 
 
 def calls_needed(failures: int, calls: int, bound: float) -> int:
-    """How many clean calls more would show that the failure rate is at most `bound`, a rate above 0."""
-    few, many = 0, 1
-    while failure_limits(failures, calls + many).high > bound:
-        few, many = many, 2 * many
-    while many - few > 1:
-        middle = (few + many) // 2
-        few, many = (few, middle) if failure_limits(failures, calls + middle).high <= bound else (middle, many)
-    return 0 if failure_limits(failures, calls).high <= bound else many
+    """How many clean calls more would show that the failure rate is at most `bound`."""
+    return least_count(lambda more: failure_limits(failures, calls + more).high <= bound)
 
 
-def refuted(values: Iterable[float], mean: float, below: bool) -> bool:
-    """Whether values in [-1, 1] show that their mean is below (or above) `mean`: a betting martingale passes 1 / LEVEL.
+def betting(ratios: Values, stakes: Mapping[float, float]) -> bool:
+    """Whether values of 0 and more, as ratios to a mean, show that theirs is above it.
 
-    Waudby-Smith and Ramdas 2024; each bet is made from the values before it.  They must come in an order that has
-    nothing to do with what they are.
+    Of bets a fortune of 1 becomes 1 / LEVEL, at any time, with probability LEVEL at most, if it is
+    not (Ville's inequality).  A bet stakes the same share at every value: no order matters.
     """
-    sign, log, enough = (-1 if below else 1), 0.0, -math.log(LEVEL)
-    most, least = MOST_AT_STAKE / (1 + sign * mean), abs(mean) * (1 - abs(mean))    # variance of rare whole differences
-    count, total, squares = 1, 0.0, 0.02                # as if one value of no difference had been seen
-    for value in values:
-        edge = sign * (total / count - mean)
-        if edge > 0:
-            variance = max(least, squares / count - (total / count) ** 2)
-            log += math.log1p(min(edge / (variance + edge * edge), most) * sign * (value - mean))
-            if log >= enough:
-                return True
-        count, total, squares = count + 1, total + value, squares + value * value
-    return False
+    wealth = 0.0
+    for stake, weight in stakes.items():
+        gain = 0.0
+        for ratio, count in ratios.items():
+            gain += count * math.log1p(stake * (ratio - 1))
+        wealth += weight * math.exp(min(gain, 700))
+    return wealth >= 1 / LEVEL
 
 
-def mean_limits(values: Sequence[float]) -> Limits:
-    """Limits of the mean of values in [-1, 1], valid under peeking."""
-    seen = min(max(sum(values) / len(values), -1 + 1e-9), 1 - 1e-9) if values else 0.0
-    return Limits(boundary(lambda mean: not refuted(values, mean, below=False), seen, -1 + 1e-9, 20),
-                  boundary(lambda mean: not refuted(values, mean, below=True), seen, 1 - 1e-9, 20))
+def shown_below(values: Values, mean: float) -> bool:
+    """Whether values in [-1/2, 1] show that their mean is below this one."""
+    return betting({(1 - value) / (1 - mean): n for value, n in values.items()}, BOLD)
 
 
-def kappa(pairs: Sequence[Tuple[Any, Any]]) -> Optional[float]:
-    """Cohen's kappa of pairs of labels; None where both sides give one and the same label throughout."""
-    count = len(pairs)
-    agreed = sum(a == b for a, b in pairs) / count if count else 1.0
-    left, right = (collections.Counter(side) for side in zip(*pairs)) if pairs else (collections.Counter(),) * 2
-    chance = sum(left[label] * right[label] for label in left) / count ** 2 if count else 1.0
-    return None if chance == 1 else (agreed - chance) / (1 - chance)
+def shown_above(values: Values, mean: float) -> bool:
+    """Whether values in [-1/2, 1] show that their mean is above this one."""
+    return betting({(value + 0.5) / (mean + 0.5): n for value, n in values.items()}, EVEN)
+
+
+def mean_limits(values: Values) -> Limits:
+    """Limits of the mean of values in [-1/2, 1], valid under peeking (see .ci/peeking.py)."""
+    total = sum(value * n for value, n in values.items())
+    seen = total / max(1, sum(values.values()))
+    return Limits(
+        boundary(lambda mean: not shown_above(values, mean), seen, -0.499999999),
+        boundary(lambda mean: not shown_below(values, mean), seen, 0.999999999))
+
+
+@functools.lru_cache(maxsize=None)
+def clean_calls(margin: float) -> int:
+    """How many calls without any difference show that answers differ by at most `margin`."""
+    return least_count(lambda calls: shown_below({0.0: calls}, margin))
+
+
+def kappa(pairs: Mapping[Tuple[Any, Any], int]) -> Optional[float]:
+    """Cohen's kappa of counted pairs of labels; None where both sides always give the same one."""
+    count = sum(pairs.values())
+    left: Counter[Any] = collections.Counter()
+    right: Counter[Any] = collections.Counter()
+    for (one, other), n in pairs.items():
+        left[one] += n
+        right[other] += n
+    agreed = sum(pairs.get((label, label), 0) for label in left)
+    chance = sum(left[label] * right[label] for label in left)
+    if chance == count ** 2:
+        return None
+    return (agreed * count - chance) / (count ** 2 - chance)
 
 
 def mcnemar(first: int, second: int) -> float:
@@ -4730,63 +4761,45 @@ def mcnemar(first: int, second: int) -> float:
     >>> round(mcnemar(8, 5), 10), round(mcnemar(12, 5), 10), mcnemar(0, 0)
     (0.4239501953, 0.0962524414, 1.0)
     """
-    count, least = first + second, min(first, second)
+    count = first + second
+    least = min(first, second)
 
     def chance(k: int) -> float:
-        return math.exp(math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1) - count * math.log(2))
-    return 1.0 if first == second else 2 * sum(map(chance, range(least))) + chance(least)
+        ways = -log_beta(k + 1, count - k + 1) - math.log(count + 1)
+        return math.exp(ways - count * math.log(2))
 
-
-@functools.lru_cache(maxsize=None)
-def clean_calls(margin: float) -> int:
-    """How many calls without any difference show that answers differ by at most `margin`."""
-    return next(count for count in itertools.count(2 * int(1 / margin)) if refuted([0.0] * count, margin, below=True))
+    return 2 * sum(map(chance, range(least))) + chance(least)
 
 
 def at_best(calls: int) -> str:
     """What so many clean calls show, in words."""
     return "failures below %.1f %% and differences below %.1f points (%d full calls)" % (
-        100 * failure_limits(0, calls).high, 100 * mean_limits([0.0] * calls).high, calls)
+        100 * failure_limits(0, calls).high, 100 * mean_limits({0.0: calls}).high, calls)
 
 
-# ====================================================================================================================
-# REPORT, EXPLAIN AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an answer is what its
-# row says.
-# ====================================================================================================================
+# ==================================================================================================
+# REPORT, EXPLAIN AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an
+# answer is what its row says.
+# ==================================================================================================
 
-def add_row(tally: Counter[str], row: Mapping[str, Any]) -> None:
-    """Count one attempt row.  Rates by size count full batches only, and never fallbacks."""
-    accepted, fallback = row["verdict"] == "ok", row["fallback"]
-    tally["calls"] += 1
-    tally["verdict " + row["verdict"]] += 1
-    tally["fallbacks"] += fallback
-    tally["answered"] += accepted and len(row["batch"])
-    tally["reordered"] += bool(row.get("reordered"))
-    for note in row.get("normalised", ()):
-        tally["normalised " + note] += 1
-    if not fallback and len(row["batch"]) == row["size"]:
-        tries, good = ("first", "first_ok") if row["attempt"] == 1 else ("retried", "rescued")
-        tally[tries] += 1
-        tally[good] += accepted
-    if "tokens_in" in row and "tokens_out" in row:
-        tally["tokens_in"] += row["tokens_in"]
-        tally["tokens_out"] += row["tokens_out"]
-    else:
-        tally["tokens_unknown"] += 1
-
-
-def part_of(tally: Mapping[str, int], prefix: str) -> Dict[str, int]:
-    """The counts whose names begin with the prefix, without it."""
-    return {name[len(prefix):]: count for name, count in tally.items() if name.startswith(prefix)}
+BASELINE = 100                          # single first calls without which no larger size is safe
+SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
+SHOWN_LABELS = 12                       # of a field, the most frequent ones
+COUNTS = ("calls", "first", "first_ok", "retried", "rescued", "fallbacks", "answered",
+          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown")
+Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
+Data = Mapping[str, Any]                # an arm by the names that --json gives
+Place = Tuple[str, str, Optional[int], str]             # ledger, task, arm, digest of a text
+Gold = Dict[int, Answer]                # key_of(digest) -> spellings under which an answer is right
 
 
 def rate(part: int, whole: int) -> str:
-    """A rate with its numerator and denominator: "11 of 12 (91.7 %)"; "0 of 0 (n/a)" where there is nothing."""
+    """A rate with its numerator and denominator: "11 of 12 (91.7 %)"; "0 of 0 (n/a)"."""
     return "%d of %d (%s)" % (part, whole, "%.1f %%" % (100 * part / whole) if whole else "n/a")
 
 
 def counts(tally: Mapping[str, int]) -> str:
-    """Counts as words, the largest first: "ok 12, set_mismatch 1"; "none" where there is nothing."""
+    """Counts as words, the largest first: "ok 12, set_mismatch 1"; "none" of nothing."""
     entries = sorted(tally.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join("%s %d" % entry for entry in entries) or "none"
 
@@ -4810,210 +4823,212 @@ def write_whole(path: str, write: Callable[[IO[bytes]], Any], option: str) -> No
             os.remove(partial)
 
 
-GROUP = ("ledger", "stage", "task", "arm", "model_string", "form", "size")
-BASELINE = 100                          # single first calls without which nothing is said of larger sizes
-SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
-Answer = Tuple[str, ...]                # one short text for each field, the same where values count as equal
-
+# ---- what a ledger came to ----
 
 def comparable(answer: Any, fields: Iterable[str]) -> Answer:
     """An answer's fields as short texts; free text is compared stripped."""
-    values = [answer] if list(fields) == ["answer"] else [an_object(answer).get(field) for field in fields]
+    values = [answer]
+    if list(fields) not in (["answer"], []):
+        values = [an_object(answer).get(field) for field in fields]
     words = [_sorted_json(value.strip() if isinstance(value, str) else value) for value in values]
     return tuple([word if len(word) < 40 else text_digest(word)[:32] for word in words])
 
 
-class Arm:
-    """What the attempts of one group came to: a task and a model at one size, on one ledger or in an arm of a trial."""
+class Group(NamedTuple):
+    """What is counted together: a task and a model at one size, on a ledger or in a trial's arm."""
 
-    def __init__(self, name: Dict[str, Any], asked: str, fields: Mapping[str, Any]) -> None:
-        self.name, self.asked = name, asked                 # by the words of GROUP; the model that was asked for
-        self.model = (name["model_string"], None if name["model_string"] else asked)
-        self.fields = fields                                # of the task: name -> schema; none where it is not known
-        self.tally: Counter[str] = collections.Counter()
+    ledger: str
+    stage: str
+    task: str
+    arm: Optional[int]
+    model_string: Optional[str]
+    form: str
+    size: int
+    asked: str                          # the model asked for, where the endpoint named none
+    fields: Tuple[str, ...]             # none where the row of the run, and so the task, is lost
+
+
+class Figures:
+    """What attempts came to.  Rates by size count full batches only, and never fallbacks."""
+
+    calls = 0
+    first = 0                           # first calls of full batches
+    first_ok = 0
+    retried = 0                         # full batches that were asked again
+    rescued = 0
+    fallbacks = 0
+    answered = 0                        # items
+    quarantined = 0                     # items, as they stand now
+    reordered = 0
+    repeated = 0                        # rows that are no new evidence
+    tokens_in = 0
+    tokens_out = 0
+    tokens_unknown = 0                  # calls
+
+    group: Group
+    asked = ""                          # the model that was asked for
+    fields: Mapping[str, Any] = {}      # of the task: name -> schema
+
+    def __init__(self) -> None:
+        self.verdicts: Counter[str] = collections.Counter()
+        self.normalised: Counter[str] = collections.Counter()
         self.ms: List[int] = []
-        self.answers: Dict[int, Answer] = {}                # by key_of(digest)
-        self.calls: List[Tuple[bool, List[int]]] = []       # of each accepted full batch: was it reordered?, its texts
-        self.failed: List[str] = []                         # an item of each of the first batches that failed at first
-        self.fell_back: Set[str] = set()                    # items that were asked again because their batch failed
-        self._same: Dict[Answer, Answer] = {}               # labels are few: equal answers are held once
+        self.answers: Dict[int, Answer] = {}        # by key_of(digest)
+        self.batches: List[Tuple[bool, List[int]]] = []     # accepted: reordered?, texts as asked
+        self.failed: List[str] = []                 # an item of each of the first that failed
+        self.fell_back: Set[str] = set()            # items asked again because their batch failed
+        self._same: Dict[Answer, Answer] = {}       # labels are few: equal answers are held once
+
+    @property
+    def failures(self) -> int:
+        """Failed first calls of full batches."""
+        return self.first - self.first_ok
+
+    @property
+    def items(self) -> int:
+        """Items that are settled."""
+        return self.answered + self.quarantined
+
+    def count(self, row: Mapping[str, Any]) -> None:
+        """Count one attempt row."""
+        accepted = row["verdict"] == "ok"
+        items = len(row["batch"])
+        self.calls += 1
+        self.verdicts[row["verdict"]] += 1
+        self.normalised.update(row.get("normalised", ()))
+        if accepted:
+            self.answered += items
+        if row.get("reordered"):
+            self.reordered += 1
+        if row["fallback"]:
+            self.fallbacks += 1
+        elif items == row["size"] and row["attempt"] == 1:
+            self.first += 1
+            self.first_ok += accepted
+        elif items == row["size"]:
+            self.retried += 1
+            self.rescued += accepted
+        if "tokens_in" in row and "tokens_out" in row:
+            self.tokens_in += row["tokens_in"]
+            self.tokens_out += row["tokens_out"]
+        else:
+            self.tokens_unknown += 1
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Count one attempt row."""
-        failed = self.tally["first"] - self.tally["first_ok"]
-        keys = [key_of(sha) for sha in row["text_sha"]] if row["verdict"] == "ok" else []
-        if keys and all(key in self.answers for key in keys):
-            self.tally["repeated"] += 1                     # no new evidence: a ledger was put together by hand
-            return
-        add_row(self.tally, row)
-        self.ms += [row["ms"]] if type(row.get("ms")) is int else []           # a batch job's calls have none
-        if self.tally["first"] - self.tally["first_ok"] > failed and len(self.failed) < SHOWN_ITEMS:
+        """Count one attempt row, and keep its answers for comparison."""
+        keys: List[int] = []
+        if row["verdict"] == "ok":
+            keys = [key_of(sha) for sha in row["text_sha"]]
+            if all(key in self.answers for key in keys):
+                self.repeated += 1      # the ledger was put together by hand
+                return
+        failures = self.failures
+        self.count(row)
+        if self.failures > failures and len(self.failed) < SHOWN_ITEMS:
             self.failed.append(row["batch"][0])
+        if type(row.get("ms")) is int:  # a batch job's calls have none
+            self.ms.append(row["ms"])
         if row["fallback"] and row["size"] > 1:
             self.fell_back.update(row["batch"])
         for key, name in zip(keys, row["batch"]):
             answer = comparable(row["answers"][name], self.fields)
             self.answers.setdefault(key, self._same.setdefault(answer, answer))
         if not row["fallback"] and len(keys) == row["size"]:
-            self.calls.append((bool(row.get("reordered")), keys))
-
-    def take_over(self, other: Arm) -> None:
-        """Count what another arm of nothing but refusals holds here."""
-        self.tally.update(other.tally)
-        self.ms += other.ms
-        self.failed += other.failed
-        self.fell_back |= other.fell_back
+            self.batches.append((bool(row.get("reordered")), keys))
 
 
 class Reading:
     """What a report gathers from ledgers, line by line."""
 
     def __init__(self) -> None:
-        self.arms: Dict[Tuple[Any, ...], Arm] = {}
+        self.groups: Dict[Group, Figures] = {}
         self.failures: Counter[str] = collections.Counter()     # by HTTP status, or kind
-        self.runs: List[Dict[str, Any]] = []
-        self.changes: List[Dict[str, Any]] = []                 # where one model that was asked for became another
-        self._models: Dict[str, Tuple[str, Any]] = {}           # run -> model asked for, fields of the task
-        self._last: Dict[Tuple[str, str], str] = {}             # (ledger, model asked for) -> its string
-        self.held: Dict[Tuple[Any, ...], Arm] = {}             # (ledger, task, arm, text) in quarantine now -> by whom
+        self.runs: Dict[str, Dict[str, Any]] = {}
+        self.changes: List[Dict[str, Any]] = []     # where one model asked for became another
+        self.damaged: Dict[str, Sequence[int]] = {}             # ledger -> lines
+        self.broken: Dict[str, Sequence[int]] = {}
+        self.held: Dict[Place, Group] = {}          # what is in quarantine
+        self._strings: Dict[Tuple[str, str], str] = {}  # (ledger, model asked for) -> its last one
 
-    def take(self, ledger: str, line: Line) -> None:
-        """Take in one line."""
+    def read(self, ledger: str) -> None:
+        """Take in one ledger."""
+        history = replay(ledger, functools.partial(self._take, ledger))
+        self.damaged[ledger] = history.damaged
+        self.broken[ledger] = history.broken
+
+    def _take(self, ledger: str, line: Line) -> None:
         row = line.row or {}
         if row["event"] == "run":
-            self.runs.append(row)
-            self._models[row["run"]] = row["model"], an_object(row["task"].get("fields"))
+            self.runs[row["run"]] = row
         elif row["event"] in ("attempt", "quarantine"):
-            self._attempt(ledger, line.number, row)
+            self._model(ledger, line.number, row)
+            self._attempt(self.group_of(ledger, row), row)
         elif row["event"] == "failure":
-            self.failures["429"] += row.get("coalesced", 0)     # the waits of an episode that have no row of their own
+            self.failures["429"] += row.get("coalesced", 0)     # waits without a row of their own
             if "batch" in row:
                 self.failures[str(row.get("status") or row.get("kind"))] += 1
 
-    def _attempt(self, ledger: str, number: int, row: Dict[str, Any]) -> None:
-        name = {"ledger": ledger, **{word: row.get(word) for word in GROUP[1:]}}
-        asked, fields = self._models.get(row["run"], ("?", {}))         # its run row may be damaged or gone
-        string: Any = name["model_string"]
-        key = (*name.values(), asked * (not string), *fields)
-        arm = self.arms[key] if key in self.arms else self.arms.setdefault(key, Arm(name, asked, fields))
+    def _asked(self, row: Mapping[str, Any]) -> str:
+        return str(self.runs.get(row["run"], {}).get("model", "?"))
+
+    def group_of(self, ledger: str, row: Mapping[str, Any]) -> Group:
+        """The group of an attempt row.  A refusal names no model: the one that answered last."""
+        asked = self._asked(row)
+        model = row.get("model_string")
+        if row["verdict"] == REJECTED:
+            model = self._strings.get((ledger, asked))
+        if model:
+            asked = ""
+        return Group(ledger, row["stage"], row["task"], row.get("arm"), model, row["form"],
+                     row["size"], asked, tuple(self._fields(row)))
+
+    def _fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        run = self.runs.get(row["run"], {})
+        return an_object(an_object(run.get("task")).get("fields"))
+
+    def _model(self, ledger: str, number: int, row: Mapping[str, Any]) -> None:
+        asked = self._asked(row)
+        after = row.get("model_string")
+        if after:
+            before = self._strings.setdefault((ledger, asked), after)
+            self._strings[ledger, asked] = after
+            if before != after:
+                self.changes.append({"ledger": ledger, "line": number, "at": row.get("at"),
+                                     "asked": asked, "before": before, "after": after})
+
+    def _attempt(self, group: Group, row: Mapping[str, Any]) -> None:
+        if group not in self.groups:
+            figures = Figures()
+            figures.group = group
+            figures.asked = self._asked(row)
+            figures.fields = self._fields(row)
+            self.groups[group] = figures
         if row["event"] == "attempt":
-            arm.add(row)
-        before = self._last.setdefault((ledger, asked), string) if string else string
-        if string != before:
-            self._last[ledger, asked] = string
-            self.changes.append({"ledger": ledger, "line": number, "at": row.get("at"), "asked": asked,
-                                 "before": before, "after": string})
-        for sha in row["text_sha"] if row["verdict"] == "ok" or "quarantined" in row else ():
-            place = (ledger, row["task"], row.get("arm"), sha)
-            self.held.pop(place, None)
-            self.held.update({place: arm} if "quarantined" in row else {})
+            self.groups[group].add(row)
+        if row["verdict"] == "ok" or "quarantined" in row:
+            for sha in row["text_sha"]:
+                place = (group.ledger, group.task, group.arm, sha)
+                self.held.pop(place, None)
+                if "quarantined" in row:
+                    self.held[place] = group
 
-    def settle(self) -> List[Arm]:
-        """The arms, in the order of the ledgers and of the trial, now that all is read.
-
-        A refusal names no model: it counts where the model that was asked for has answered, if there is one such arm.
-        """
-        self.failures = +self.failures
-        for arm in self.held.values():
-            arm.tally["quarantined"] += 1
-        arms: List[Arm] = []
-        refused: List[Arm] = []
-        for arm in self.arms.values():
-            only_refused = arm.model[0] is None and arm.tally["verdict " + REJECTED] == arm.tally["calls"]
-            (refused if only_refused else arms).append(arm)
-        for arm in refused:
-            alike = [other for other in arms if other.asked == arm.asked
-                     and {**other.name, "model_string": None} == arm.name]
-            alike[0].take_over(arm) if len(alike) == 1 else arms.append(arm)
-        ledgers = list(dict.fromkeys(arm.name["ledger"] for arm in self.arms.values()))
-        return sorted(arms, key=lambda arm: (ledgers.index(arm.name["ledger"]), (
-            math.inf if arm.name["arm"] is None else arm.name["arm"])))
+    def arms(self) -> List[Figures]:
+        """What is counted, in the order of the ledgers and of the trial, once all is read."""
+        ledgers = list(dict.fromkeys(group.ledger for group in self.groups))
+        quarantined = collections.Counter(self.held.values())
+        for group, figures in self.groups.items():
+            figures.quarantined = quarantined[group]
+        return sorted(self.groups.values(), key=lambda figures: (
+            ledgers.index(figures.group.ledger), figures.group.arm is None, figures.group.arm or 0))
 
 
-def share(equal: Sequence[bool]) -> Optional[float]:
-    """The share of what is equal; None of nothing."""
-    return sum(equal) / len(equal) if equal else None
+# ---- an arm against size 1 ----
 
-
-class Comparison(NamedTuple):
-    """An arm against the first arm of size 1 and its repetition; None where there is nothing to compare."""
-
-    singles: int = 0                            # single first calls of this model and task
-    both: int = 0                               # texts that are answered here and at size 1
-    agreement: Optional[float] = None           # with size 1, of whole answers
-    floor: Optional[float] = None               # agreement of size 1 with its own repetition
-    reordered: Optional[float] = None           # agreement with size 1 of the batches whose replies were reordered
-    fields: Mapping[str, Any] = {}              # name -> agreement, and Cohen's kappa where the field has labels
-    differences: Sequence[float] = ()           # by batch: share of other answers, less the floor's on the same texts
-    shift: Limits = Limits(-1.0, 1.0)           # of the mean of these
-    halves: Tuple[Optional[float], Optional[float]] = (None, None)      # share of other answers by half of the prompt
-    differing: Sequence[int] = ()               # texts with another answer, where size 1 and its repetition agree
-
-
-def compared(arm: Arm, alike: Sequence[Arm]) -> Comparison:
-    """Compare an arm with the first arm of size 1 and its repetition, text by text."""
-    base, other = alike[0], alike[1].answers if len(alike) > 1 else {}
-    differences: List[float] = []
-    halves: Tuple[List[bool], List[bool]] = ([], [])
-    shuffled: List[bool] = []
-    for reordered, keys in sorted(arm.calls, key=lambda call: call[1]):     # by digest: an order as good as drawn
-        shifts = []
-        for place, key in enumerate(keys):
-            if key in base.answers:
-                differs = arm.answers[key] != base.answers[key]
-                halves[2 * place >= len(keys)].append(differs)
-                shuffled += [not differs] * reordered
-                shifts += [differs - (base.answers[key] != other[key])] if key in other else []
-        differences += [sum(shifts) / len(shifts)] if shifts else []
-    both, fields = [key for key in arm.answers if key in base.answers], {}
-    for place, (name, schema) in enumerate(arm.fields.items()):
-        pairs = [(base.answers[key][place], arm.answers[key][place]) for key in both]
-        labels = labels_of(schema) is not None
-        fields[name] = {"agreement": share([a == b for a, b in pairs]), "labels": labels,
-                        "kappa": kappa(pairs) if labels else None}
-    differing = [key for key in both if arm.answers[key] != base.answers[key] == other.get(key, base.answers[key])]
-    return Comparison(
-        sum(one.tally["first"] for one in alike), len(both),
-        share([arm.answers[key] == base.answers[key] for key in both]),
-        share([answer == base.answers[key] for key, answer in other.items() if key in base.answers]),
-        share(shuffled), fields, differences, mean_limits(differences),
-        (share(halves[0]), share(halves[1])) if arm.name["size"] > 1 else (None, None), differing)
-
-
-def size_decision(arm: Arm, base: Optional[Arm], found: Comparison, options: Settings) -> Tuple[str, str]:
-    """The decision on an arm's size, and why: not compared, baseline first, baseline, not yet, safe, not safe."""
-    first, failed, shift = arm.tally["first"], arm.tally["first"] - arm.tally["first_ok"], found.shift
-    if not arm.fields:
-        return "not compared", "the row of the run, which tells the task, is damaged or gone"
-    if arm.name["size"] == 1:
-        return "baseline", "%d single first calls" % first
-    if base is None or found.singles < BASELINE:
-        return "baseline first", "%d of %d single first calls of this model and task; a `trial` gives them" % (
-            found.singles, BASELINE)
-    rates = failure_limits(failed, first)
-    if rates.low > options.max_failure:
-        alone = rate(base.tally["first"] - base.tally["first_ok"], base.tally["first"])
-        return "not safe", "first passes fail in more than %.1f %% of calls: %s, at size 1 %s; such as those of %s" % (
-            100 * options.max_failure, rate(failed, first), alone, ", ".join(arm.failed[:3]))
-    if shift.low > options.margin:
-        named = ", ".join(map(short_id, found.differing[:3])) or "texts that vary anyway"
-        return "not safe", "answers differ by %.1f to %.1f points beyond the floor, such as those to %s" % (
-            100 * shift.low, 100 * shift.high, named)
-    if arm.name["form"] == "keyed":
-        return "not yet", "the grammar holds the ids here, so that their form is no evidence; judge the answers by hand"
-    wanting = []
-    if rates.high > options.max_failure:
-        wanting.append("%d clean calls more would show first-pass failures of at most %.1f %%" % (
-            calls_needed(failed, first, options.max_failure), 100 * options.max_failure))
-    if found.floor is None:
-        wanting.append("no second arm of size 1 says how much the model disagrees with itself")
-    elif shift.high > options.margin:
-        wanting.append("up to %.1f points more answers may differ than by the floor, after %d calls; %s" % (
-            100 * shift.high, len(found.differences), more_calls(found, options.margin)))
-    if wanting:
-        return "not yet", "; ".join(wanting)
-    return "safe", ("first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the floor; %s"
-                    % (100 * rates.high, 100 * shift.high, saving(arm, base)))
+def share(part: int, whole: int) -> Optional[float]:
+    """The share of a part; None of nothing."""
+    if not whole:
+        return None
+    return part / whole
 
 
 def short_id(key: int) -> str:
@@ -5021,213 +5036,544 @@ def short_id(key: int) -> str:
     return ("%032x" % key)[:ID_LENGTH]
 
 
-def more_calls(found: Comparison, margin: float) -> str:
-    """How many calls would settle it if nothing changed: a limit narrows as the root of their number."""
-    count = len(found.differences)
-    mean = sum(found.differences) / count if count else 0.0
-    if not count or mean >= margin:
-        return "more calls of this kind would not show less"
-    return "about %d calls would settle it if nothing changed" % math.ceil(
-        count * ((found.shift.high - mean) / (margin - mean)) ** 2)
+def excess_of(keys: Sequence[int], answers: Sequence[Mapping[int, Answer]]) -> Optional[float]:
+    """How much more a batch's answers differ from size 1 than size 1 from itself: -1/2 to 1.
+
+    The mean over its texts, of the answers here, at size 1 and at its repetition; None until these
+    have answered all of them, so that a value, once there, stays as it is.
+    """
+    values = []
+    for key in keys:
+        here, one, two = [some.get(key) for some in answers]
+        if one is None or two is None:
+            return None
+        values.append(((here != one) + (here != two)) / 2 - (one != two))
+    return sum(values) / len(values)
 
 
-def rescue_rate(arm: Arm) -> float:
+class Comparison:
+    """An arm against the arms of size 1 that are like it: the first one, and its repetition."""
+
+    def __init__(self, figures: Figures, alike: Sequence[Figures]) -> None:
+        self.figures = figures
+        self.base, self.other = (*alike, Figures(), Figures())[:2]
+        self.singles = sum(one.first for one in alike)
+        if self.base is figures:
+            self.base = self.other = Figures()
+        self.rates = failure_limits(figures.failures, figures.first)
+        self.both = [key for key in figures.answers if key in self.base.answers]
+        self.differing: List[int] = []  # of these, where size 1 and its repetition agree
+        self.excess: Counter[float] = collections.Counter()     # of batches
+        self.places: Counter[Tuple[str, bool]] = collections.Counter()  # (half, is it the same)
+        for key in self.both:
+            expected = self.base.answers[key]
+            same = figures.answers[key] == expected
+            self.places["all", same] += 1
+            if not same and self.other.answers.get(key, expected) == expected:
+                self.differing.append(key)
+        for key, answer in self.other.answers.items():
+            if key in self.base.answers:
+                same = answer == self.base.answers[key]
+                self.places["floor", same] += 1
+        for reordered, keys in figures.batches:
+            if len(keys) > 1:
+                self._batch(reordered, keys)
+        self.shift = mean_limits(self.excess)
+
+    def _batch(self, reordered: bool, keys: Sequence[int]) -> None:
+        answers = [one.answers for one in (self.figures, self.base, self.other)]
+        for place, key in enumerate(keys):
+            if key in answers[1]:
+                same = answers[0][key] == answers[1][key]
+                self.places[("first", "second")[2 * place >= len(keys)], same] += 1
+                self.places["reordered", same] += reordered
+        excess = excess_of(keys, answers)
+        if excess is not None:
+            self.excess[excess] += 1
+
+    def same(self, place: str) -> Tuple[int, int]:
+        """How many answers are the same, of how many: "all", "floor", a half, "reordered"."""
+        same = self.places[place, True]
+        return same, same + self.places[place, False]
+
+    def pairs(self, place: int) -> Counter[Tuple[str, str]]:
+        """How often which answer to a field at size 1 met which one here."""
+        return collections.Counter(
+            (self.base.answers[key][place], self.figures.answers[key][place]) for key in self.both)
+
+
+# ---- decisions ----
+
+def rescue_rate(figures: Figures) -> float:
     """The share of first-pass failures that the retry rescues."""
-    return arm.tally["rescued"] / arm.tally["retried"] if arm.tally["retried"] else 0.0
+    return share(figures.rescued, figures.retried) or 0.0
 
 
-def calls_per_item(arm: Arm) -> float:
+def calls_per_item(figures: Figures, size: int) -> float:
     """Expected calls for an item: the first, the retry of a failure, then each item alone."""
-    size, tally = arm.name["size"], arm.tally
-    failure = 1 - tally["first_ok"] / tally["first"] if tally["first"] else 0.0
-    alone = failure * (1 - rescue_rate(arm)) * size if size > 1 else 0.0
-    return (1 + failure + alone) / size  # type: ignore[no-any-return]
+    failure = share(figures.failures, figures.first) or 0.0
+    calls = 1 + failure
+    if size > 1:
+        calls += failure * (1 - rescue_rate(figures)) * size
+    return calls / size
 
 
-def saving(arm: Arm, base: Arm) -> str:
-    """What a size saves against size 1, and from which failure rate on it would not."""
-    size, single = arm.name["size"], calls_per_item(base)
-    even = (size * single - 1) / (1 + (1 - rescue_rate(arm)) * size)
-    return "%.2f calls an item instead of %.2f, and fewer until %.0f %% of first passes fail" % (
-        calls_per_item(arm), single, 100 * min(1.0, even))
+def tokens_per_item(figures: Figures) -> Optional[float]:
+    """Tokens for an item, where a call whose tokens are not known counts as the others do."""
+    tokens = figures.tokens_in + figures.tokens_out
+    if not tokens or not figures.items:
+        return None
+    return tokens / (figures.calls - figures.tokens_unknown) * figures.calls / figures.items
+
+
+def saving(found: Comparison) -> str:
+    """What a size costs against size 1, and from which failure rate on it saves nothing."""
+    size = found.figures.group.size
+    calls = calls_per_item(found.figures, size)
+    single = calls_per_item(found.base, 1)
+    even = (size * single - 1) / (1 + (1 - rescue_rate(found.figures)) * size)
+    mine = tokens_per_item(found.figures)
+    other = tokens_per_item(found.base)
+    tokens = "an unknown part"
+    if mine and other:
+        tokens = "%.0f %%" % (100 * mine / other)
+    return ("%.0f %% of the calls and %s of the tokens of size 1: %.2f calls an item instead of "
+            "%.2f, and fewer until %.0f %% of first passes fail" % (
+                100 * calls / single, tokens, calls, single, 100 * min(1.0, even)))
+
+
+def shown_worse(found: Comparison, options: Settings) -> Iterator[str]:
+    """In which ways a size is shown to be worse than it may be."""
+    figures = found.figures
+    if found.rates.low > options.max_failure:
+        yield ("first passes fail in more than %.1f %% of calls: %s, at size 1 %s; such as those "
+               "of %s") % (
+            100 * options.max_failure, rate(figures.failures, figures.first),
+            rate(found.base.failures, found.base.first), ", ".join(figures.failed[:3]))
+    if found.shift.low > options.margin:
+        named = ", ".join(map(short_id, found.differing[:3])) or "texts that vary anyway"
+        yield "answers differ by %.1f to %.1f points beyond the floor, such as those to %s" % (
+            100 * found.shift.low, 100 * found.shift.high, named)
+
+
+def still_wanting(found: Comparison, options: Settings) -> Iterator[str]:
+    """What is missing before a size is shown to be safe."""
+    figures = found.figures
+    if figures.group.form == "keyed":
+        yield ("the grammar holds the ids here, so that their form is no evidence; judge the "
+               "answers by hand")
+    if found.rates.high > options.max_failure:
+        yield "%d clean calls more would show first-pass failures of at most %.1f %%" % (
+            calls_needed(figures.failures, figures.first, options.max_failure),
+            100 * options.max_failure)
+    if not found.same("floor")[1]:
+        yield "no second arm of size 1 says how much the model disagrees with itself"
+    elif found.shift.high > options.margin:
+        yield "up to %.1f points more answers may differ than by the floor, after %d calls; %s" % (
+            100 * found.shift.high, sum(found.excess.values()),
+            more_calls(found.excess, options.margin))
+
+
+def more_calls(excess: Mapping[float, int], margin: float) -> str:
+    """How many calls would settle it if nothing changed."""
+    seen = sum(excess.values())
+
+    def settled(more: float) -> bool:
+        times = 1 + more / seen
+        return shown_below({value: count * times for value, count in excess.items()}, margin)
+
+    if sum(value * count for value, count in excess.items()) >= margin * seen:
+        return "more calls of this kind would not show less"
+    return "about %d more calls would settle it if nothing changed" % least_count(settled)
+
+
+def decision_of(found: Comparison, options: Settings) -> Tuple[str, str]:
+    """The decision on an arm's size, and why."""
+    figures = found.figures
+    if not figures.fields:
+        return "not compared", "the row of the run, which tells the task, is damaged or gone"
+    if figures.group.size == 1:
+        return "baseline", "%d single first calls" % figures.first
+    worse = "; ".join(shown_worse(found, options))
+    if worse:
+        return "not safe", worse
+    if found.singles < BASELINE:
+        return "baseline first", (
+            "%d of %d single first calls of this model and task; a `trial` gives them; so far %s "
+            "first passes kept their form, %s answers are as at size 1, against a floor of %s" % (
+                found.singles, BASELINE, rate(figures.first_ok, figures.first),
+                rate(*found.same("all")), rate(*found.same("floor"))))
+    wanting = "; ".join(still_wanting(found, options))
+    if wanting:
+        return "not yet", wanting
+    return "safe", (
+        "first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the "
+        "floor; %s" % (100 * found.rates.high, 100 * found.shift.high, saving(found)))
+
+
+# ---- right answers, where the input has them ----
+
+def gold_labels(options: Settings) -> Gold:
+    """What the input itself says of its texts, by text; nothing without --gold-field."""
+    gold: Gold = {}
+    bad = 0
+    if not options.gold_field:
+        return gold
+    if not options.input:
+        raise HarnessError("--gold-field is a field of the input; name that with --input")
+    spec = input_spec(options)._replace(id_field=options.gold_field)
+    with contextlib.closing(Source(spec)) as source:
+        for row in source.rows():
+            if row.error is not None:
+                bad += 1
+                continue
+            label = _source_value(row.key or "null")
+            if label not in (None, ""):
+                # what a file of text calls 1 is the label 1, too
+                spellings = (*comparable(label, ["answer"]), str(label))
+                gold[key_of(text_digest(row.text))] = spellings
+    if not gold:
+        raise HarnessError(
+            "no row of %s has a text and a field %s (%d bad rows); check --gold-field and "
+            "--text-field" % (options.input, options.gold_field, bad))
+    return gold
+
+
+def label_words(schema: Any) -> Dict[str, str]:
+    """The labels of a field by what comparable makes of them, as they are shown."""
+    words = {}
+    for label in labels_of(schema) or ():
+        shown = label
+        if not isinstance(label, str):
+            shown = encode(label)
+        words[comparable(label, ["answer"])[0]] = shown
+    return words
+
+
+def judged_field(fields: Mapping[str, Any], name: str) -> str:
+    """The field that gold labels judge: that of their name, else the only one (with labels)."""
+    if name in fields:
+        return name
+    labelled = [field for field in fields if labels_of(fields[field]) is not None]
+    for meant in (labelled, list(fields)):
+        if len(meant) == 1:
+            return meant[0]
+    raise HarnessError(
+        "--gold-field %s can mean %s of the task; give the column the name of the field it judges"
+        % (name, " or ".join(fields)))
+
+
+def gold_data(found: Comparison, gold: Gold, name: str) -> Dict[str, Any]:
+    """How often an arm is right, and whether size 1 is so more often (McNemar's mid-p).
+
+    Gold values that are no label of the field are left out, and counted.
+    """
+    figures = found.figures
+    tally: Counter[str] = collections.Counter()
+    pairs: Counter[Tuple[str, str]] = collections.Counter()     # (right answer, answer)
+    field = judged_field(figures.fields, name)
+    place = list(figures.fields).index(field)
+    known = label_words(figures.fields[field])
+    for key, spellings in gold.items():
+        truth = [word for word in spellings if word in known or not known]
+        if not truth:
+            tally["unknown"] += 1
+        elif key in figures.answers:
+            answer = figures.answers[key][place]
+            pairs[truth[0], answer] += 1
+            tally["right"] += answer in truth
+            if key in found.base.answers:
+                single = found.base.answers[key][place]
+                tally["lost"] += single in truth and answer not in truth
+                tally["won"] += answer in truth and single not in truth
+    judged = sum(pairs.values())
+    return {
+        "accuracy": share(tally["right"], judged), "judged": judged, "right": tally["right"],
+        "lost": tally["lost"], "won": tally["won"], "p": mcnemar(tally["lost"], tally["won"]),
+        "gold_unknown": tally["unknown"], "gold_confusion": {field: confusion(known, pairs)}}
+
+
+def confusion(labels: Mapping[str, str], pairs: Mapping[Tuple[str, str], int]) -> Data:
+    """What came, by what was to be expected: label -> label -> how often."""
+    return {labels[one]: {labels[other]: pairs.get((one, other), 0) for other in labels}
+            for one in labels}
+
+
+# ---- an arm as data: what --json gives, and what text and page are made of ----
+
+def field_data(found: Comparison) -> Iterator[Tuple[str, Dict[str, Any]]]:
+    """How the answers to each field agree; where it has labels, how often each came for which."""
+    for place, (name, schema) in enumerate(found.figures.fields.items()):
+        pairs = found.pairs(place)
+        labels = label_words(schema)
+        same = sum(count for (one, other), count in pairs.items() if one == other)
+        data: Dict[str, Any] = {
+            "agreement": share(same, len(found.both)), "labels": bool(labels), "kappa": None}
+        if labels:
+            answers = found.figures.answers.values()
+            given = collections.Counter(answer[place] for answer in answers)
+            data["kappa"] = kappa(pairs)
+            data["given"] = {label: given[word] for word, label in labels.items()}
+            data["confusion"] = confusion(labels, pairs)
+        yield name, data
 
 
 def quantile(values: Sequence[int], part: float) -> Optional[int]:
     """The value below which this part of the values lies."""
-    return sorted(values)[min(len(values) - 1, int(part * len(values)))] if values else None
+    if not values:
+        return None
+    return sorted(values)[int(part * len(values))]
 
 
-Gold = Dict[int, Answer]                # key_of(digest) -> the spellings under which an answer is the right one
+def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
+    """An arm by the names that --json gives."""
+    figures = found.figures
+    group = figures.group
+    decision, why = decision_of(found, options)
+    data = {
+        **group._asdict(), "asked": figures.asked,
+        "model": group.model_string or figures.asked + " (not named by the endpoint)",
+        **{name: getattr(figures, name) for name in COUNTS},
+        "items": figures.items, "fell_back": len(figures.fell_back),
+        "first_pass": share(figures.first_ok, figures.first),
+        "first_pass_low": 1 - found.rates.high, "first_pass_high": 1 - found.rates.low,
+        "calls_per_item": share(figures.calls, figures.items),
+        "tokens_per_item": tokens_per_item(figures),
+        "ms_p50": quantile(figures.ms, 0.5), "ms_p95": quantile(figures.ms, 0.95),
+        "fields": dict(field_data(found)), "kappa": None, "cost": None,
+        "difference_low": None, "difference_high": None, "failed_items": figures.failed,
+        "differing_items": list(map(short_id, found.differing[:SHOWN_ITEMS])),
+        "verdicts": figures.verdicts, "normalised": figures.normalised,
+        "decision": decision, "why": why}
+    for name, place in (("agreement", "all"), ("floor", "floor"),
+                        ("agreement_reordered", "reordered")):
+        data[name] = share(*found.same(place))
+    data["same"], data["compared"] = found.same("all")
+    data["floor_same"], data["floor_compared"] = found.same("floor")
+    for half in ("first", "second"):
+        equal, count = found.same(half)
+        data["half_" + half] = share(count - equal, count)
+    kappas = [field["kappa"] for field in data["fields"].values() if field["labels"]]
+    if len(kappas) == 1:
+        data["kappa"] = kappas[0]
+    if found.excess:
+        data["difference_low"], data["difference_high"] = found.shift
+    if found.base.first and group.size > 1:
+        data["cost"] = saving(found)
+    return data
 
 
-def gold_data(arm: Arm, base: Optional[Arm], gold: Gold, field: str) -> Dict[str, Any]:
-    """How often an arm answers as the gold labels say, and whether size 1 does so more often (McNemar's mid-p).
-
-    They speak of the task's field of their own name, else of its only field with labels, else of its only field;
-    those that are no label of it are left out.
-    """
-    labelled = [name for name, schema in arm.fields.items() if labels_of(schema) is not None]
-    meant = [field] if field in arm.fields else labelled if len(labelled) == 1 else list(arm.fields)
-    if len(meant) > 1:
-        raise HarnessError("--gold-field %s can mean %s of the task; give the column the name of the field it judges"
-                           % (field, " or ".join(meant)))
-    place = list(arm.fields).index(meant[0])
-    known = {comparable(label, ["answer"])[0] for label in labels_of(arm.fields[meant[0]]) or ()}
-    usable = {key: spellings for key, spellings in gold.items() if not known or known & {*spellings}}
-    if not usable:
-        return {"accuracy": None, "gold_unknown": len(gold)}
-
-    def right(one: Arm) -> Dict[int, bool]:
-        return {key: one.answers[key][place] in usable[key] for key in usable if key in one.answers}
-    mine, single = right(arm), right(base) if base is not None else {}
-    lost = sum(single[key] and not mine[key] for key in mine if key in single)
-    won = sum(mine[key] and not single[key] for key in mine if key in single)
-    return {"accuracy": share(list(mine.values())), "judged": len(mine), "lost": lost, "won": won,
-            "p": mcnemar(lost, won), "gold_unknown": len(gold) - len(usable)}
-
-
-def arm_data(arm: Arm, base: Optional[Arm], found: Comparison, options: Settings) -> Dict[str, Any]:
-    """An arm as data, as --json gives it."""
-    tally, items = arm.tally, arm.tally["answered"] + arm.tally["quarantined"]
-    rates = failure_limits(tally["first"] - tally["first_ok"], tally["first"])
-    decision, why = size_decision(arm, base, found, options)
-    tokens = tally["tokens_in"] + tally["tokens_out"]
-    kappas = [field["kappa"] for field in found.fields.values() if field["labels"]]
-    return {
-        **arm.name, "asked": arm.asked, "calls": tally["calls"], "items": items,
-        "first_pass": tally["first_ok"] / tally["first"] if tally["first"] else None,
-        "first_pass_low": 1 - rates.high, "first_pass_high": 1 - rates.low,
-        **{word: tally[word] for word in (
-            "first", "first_ok", "retried", "rescued", "fallbacks", "quarantined", "answered", "reordered", "tokens_in",
-            "tokens_out", "tokens_unknown", "repeated")},
-        "fell_back": len(arm.fell_back), "calls_per_item": tally["calls"] / items if items else None,
-        "tokens_per_item": tokens / items if items and tokens else None,
-        "ms_p50": quantile(arm.ms, 0.5), "ms_p95": quantile(arm.ms, 0.95),
-        "compared": found.both, "agreement": found.agreement, "fields": found.fields,
-        "kappa": kappas[0] if len(kappas) == 1 else None,
-        "floor": found.floor, "agreement_reordered": found.reordered,
-        "difference_low": found.shift.low if found.differences else None,
-        "difference_high": found.shift.high if found.differences else None,
-        "half_first": found.halves[0], "half_second": found.halves[1],
-        "failed_items": arm.failed, "differing_items": list(map(short_id, found.differing[:SHOWN_ITEMS])),
-        "verdicts": part_of(tally, "verdict "), "normalised": part_of(tally, "normalised "),
-        "decision": decision, "why": why,
-        "cost": saving(arm, base) if base is not None and arm.name["size"] > 1 else None}
-
-
-def percent(value: Optional[float]) -> str:
-    """A share in words: 97.5 %."""
-    return "-" if value is None else "%.1f %%" % (100 * value)
-
-
-def model_words(data: Mapping[str, Any]) -> str:
-    """The model of an arm, as the endpoint named it, or as it was asked for."""
-    return data["model_string"] or "%s (not named by the endpoint)" % data["asked"]
-
-
-def arm_lines(data: Mapping[str, Any], several: bool) -> Iterator[str]:
-    """An arm in words: each rate with its numerator and denominator, calls where calls fail, items where items fail."""
-    calls, unknown, items = data["calls"], data["tokens_unknown"], data["items"]
-    known = "%d in, %d out in %d calls" % (data["tokens_in"], data["tokens_out"], calls - unknown)
-    tokens = [known] * (calls > unknown) + ["unknown for %d of %d calls" % (unknown, calls)] * (unknown > 0)
-    yield "%sstage %s, task %s, %smodel %s, %s, size %s:" % (
-        data["ledger"] + ": " if several else "", data["stage"], data["task"],
-        "" if data["arm"] is None else "arm %s, " % data["arm"], model_words(data), data["form"], data["size"])
-    rows = [("decision", data["decision"] + ": " + data["why"])]
-    rows += [("calls", calls), ("first pass ok", "%s full batches; between %s and %s, however often one looks" % (
-        rate(data["first_ok"], data["first"]), percent(data["first_pass_low"]), percent(data["first_pass_high"])))]
-    rows += [("rescued by retry", rate(data["rescued"], data["retried"]))]
-    rows += [("fallbacks", "%d calls; items that fell back: %s" % (
-        data["fallbacks"], rate(data["fell_back"], items)))]
-    rows += [("items answered", data["answered"]), ("items quarantined", rate(data["quarantined"], items))]
-    rows += [("tokens", ", ".join(tokens)), ("reordered replies", data["reordered"])]
-    rows += [("verdicts", counts(data["verdicts"])), ("normalised", counts(data["normalised"]))]
-    times = "; a call takes %s ms, one in twenty %s ms or more" % (data["ms_p50"], data["ms_p95"])
-    rows += [("an item costs", "%.2f calls, %s tokens%s" % (
-        data["calls_per_item"] or 0, "unknown" if data["tokens_per_item"] is None else
-        "%.0f" % data["tokens_per_item"], times if data["ms_p50"] is not None else ""))]
-    rows += agreement_rows(data)
-    rows += [("would cost", data["cost"])] if data["cost"] else []
-    rows += [("repeated rows", "%d, not counted" % data["repeated"])] if data["repeated"] else []
-    yield from ("  %-18s %s" % row for row in rows)
-
-
-def agreement_rows(data: Mapping[str, Any]) -> Iterator[Tuple[str, str]]:
-    """How an arm's answers compare, in words."""
-    if data["agreement"] is not None:
-        kappas = ["%s %s" % (name, "-" if field["kappa"] is None else "%.2f" % field["kappa"])
-                  for name, field in data["fields"].items() if field["labels"]]
-        free = "free text: to differ is no error" if not kappas else "kappa " + ", ".join(kappas)
-        yield "agrees with size 1", "%s answers (%s); floor: size 1 with itself %s" % (
-            rate(round(data["agreement"] * data["compared"]), data["compared"]),
-            free.replace("kappa answer ", "kappa "), percent(data["floor"]))
-        if len(data["fields"]) > 1:
-            yield "by field", ", ".join("%s %s" % (name, percent(field["agreement"]))
-                                        for name, field in data["fields"].items())
-    if data["agreement_reordered"] is not None:
-        yield "if reordered", "%s of answers agree with size 1" % percent(data["agreement_reordered"])
-    if data.get("accuracy") is not None:
-        unknown = "; %d gold values are no label and left out" % data["gold_unknown"] if data["gold_unknown"] else ""
-        yield "agrees with gold", "%s answers; against size 1 it lost %d right ones and won %d (p %.3g)%s" % (
-            rate(round(data["accuracy"] * data["judged"]), data["judged"]), data["lost"], data["won"], data["p"],
-            unknown)
-    if data["half_first"] is not None:
-        yield "differing answers", "%s in the first half of the prompt, %s in the second" % (
-            percent(data["half_first"]), percent(data["half_second"]))
-
-
-def compared_arms(arms: Sequence[Arm], gold: Optional[Gold], options: Settings) -> List[Dict[str, Any]]:
-    """Every arm as data, against the first arm of size 1 of its task, model and form, and that against the next."""
+def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Dict[str, Any]]:
+    """Every arm as data, against the first arm of size 1 of its task, model and form."""
     datas = []
-    for arm in arms:
-        alike = [other for other in arms if arm.fields and other.name["size"] == 1 and other.tally["first"]
-                 and other.model == arm.model and list(other.fields) == list(arm.fields) and all(
-                     other.name[word] == arm.name[word] for word in ("stage", "task", "form"))]
-        base = alike[0] if alike else None
-        found = Comparison() if base is None or base is arm else compared(arm, alike)
-        judged = {} if gold is None or not arm.fields else gold_data(arm, base, gold, options.gold_field)
-        datas.append({**arm_data(arm, base, found, options), **judged})
-    if gold and datas and all("lost" not in data for data in datas):
+    for figures in arms:
+        like = figures.group._replace(ledger="", arm=None, size=1)
+        alike = [one for one in arms if one.group._replace(ledger="", arm=None) == like
+                 and one.first and one.fields]
+        found = Comparison(figures, alike)
+        datas.append(arm_data(found, options))
+        if gold and figures.fields:
+            datas[-1].update(gold_data(found, gold, options.gold_field))
+    unknown = [data.get("gold_unknown", len(gold)) for data in datas]
+    if gold and datas and min(unknown) == len(gold):
         raise HarnessError("no %s of %s is a label of a task on the ledger; check --gold-field" % (
             options.gold_field, options.input))
+    for data in datas:
+        data["label"] = arm_label(data, datas)
     return datas
 
 
-def gold_labels(options: Settings) -> Optional[Gold]:
-    """What the input itself says of its texts, by text; None without --gold-field."""
-    if not options.gold_field:
-        return None
-    if not options.input:
-        raise HarnessError("--gold-field is a field of the input; name that with --input")
-    gold: Gold = {}
-    bad = 0
-    with contextlib.closing(Source(input_spec(options)._replace(id_field=options.gold_field))) as source:
-        for row in source.rows():
-            label = _source_value(row.key or "null") if row.error is None else None
-            bad += row.error is not None
-            if label not in (None, ""):         # what a file of text calls 1 is the label 1, too
-                gold[key_of(text_digest(row.text))] = (*comparable(label, ["answer"]), str(label))
-    if not gold:
-        raise HarnessError("no row of %s has a text and a field %s (%d bad rows); check --gold-field and --text-field"
-                           % (options.input, options.gold_field, bad))
-    return gold
+def arm_label(data: Data, datas: Sequence[Data]) -> str:
+    """The short name of an arm: its number, and in what the arms differ otherwise."""
+    names = []
+    for word in ("ledger", "stage", "task", "model"):
+        if len({other[word] for other in datas}) > 1:
+            names.append(data[word])
+    if data["arm"] is not None:
+        names.append("arm %d" % data["arm"])
+    return ", ".join(names) or "run"
 
+
+# ---- data -> words: each member stands in one table, (label, needed member, words) ----
+
+OVERVIEW = (
+    ("arm", "label", "%(label short)s"),
+    ("size", "size", "%(size)s"),
+    ("form", "form", "%(form)s"),
+    ("calls", "calls", "%(calls)s"),
+    ("first pass", "first_pass", "%(first_pass share)s"),
+    ("agrees", "agreement", "%(agreement share)s"),
+    ("floor", "floor", "%(floor share)s"),
+    ("tok/item", "tokens_per_item", "%(tokens_per_item whole)s"),
+    ("decision", "decision", "%(decision)s"),
+)
+DETAILS = (
+    ("decision", "decision", "%(decision)s: %(why)s"),
+    ("model", "model", "%(model)s, %(form)s, size %(size)s"),
+    ("task", "task", "%(task)s, stage %(stage)s, on %(ledger)s"),
+    ("calls", "calls", "%(calls)s"),
+    ("first pass ok", "calls", "%(first_ok of first)s full batches; between "
+     "%(first_pass_low share)s and %(first_pass_high share)s, however often one looks"),
+    ("rescued by retry", "retried", "%(rescued of retried)s"),
+    ("fallbacks", "fallbacks", "%(fallbacks)s calls; items that fell back: %(fell_back of items)s"),
+    ("items answered", "calls", "%(answered)s"),
+    ("items quarantined", "quarantined", "%(quarantined of items)s"),
+    ("tokens", "tokens_in", "%(tokens_in)s in, %(tokens_out)s out"),
+    ("tokens unknown", "tokens_unknown", "for %(tokens_unknown of calls)s calls"),
+    ("verdicts", "verdicts", "%(verdicts counts)s"),
+    ("normalised", "normalised", "%(normalised counts)s"),
+    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered share)s of their "
+     "answers are as at size 1"),
+    ("an item costs", "items", "%(calls_per_item places)s calls, %(tokens_per_item whole)s tokens"),
+    ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
+    ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
+     "%(floor_same of floor_compared)s"),
+    ("by field", "compared", "%(fields agreements)s"),
+    ("agrees with gold", "judged", "%(right of judged)s answers; against size 1 it lost %(lost)s "
+     "right ones and won %(won)s (p %(p digits)s)"),
+    ("no gold label", "gold_unknown", "%(gold_unknown)s gold values are no label and left out"),
+    ("differing answers", "half_first", "%(half_first share)s in the first half of the prompt, "
+     "%(half_second share)s in the second"),
+    ("would cost", "cost", "%(cost)s"),
+    ("repeated rows", "repeated", "%(repeated)s, not counted"),
+)
+RUNS = (
+    ("instruction", "instruction", "%(instruction)s"),
+    ("fields", "fields", "%(fields json)s"),
+    ("date", "at", "%(at)s, run %(run)s"),
+    ("input", "input", "%(input)s: %(rows)s rows, %(items)s items"),
+    ("model", "model", "%(model)s at %(host)s; request %(params json)s"),
+    ("sizes", "sizes", "%(sizes)s"),
+    ("task", "fingerprint", "%(fingerprint)s, stage %(stage)s"),
+)
+
+
+FORMS: Dict[str, Callable[[Any], str]] = {
+    "share": lambda value: "%.1f %%" % (100 * value),
+    "places": lambda value: "%.2f" % value,
+    "digits": lambda value: "%.3g" % value,
+    "whole": lambda value: "%.0f" % value,
+    "short": lambda label: label.replace("arm ", "", 1),
+    "counts": counts,
+    "json": encode,
+    "agreements": lambda fields: ", ".join(
+        name + (" %(agreement share)s (kappa %(kappa places)s)" if field["labels"] else
+                " %(agreement share)s (free text: to differ is no error)") % Words(field)
+        for name, field in fields.items()),
+}
+
+
+class Words(Dict[str, Any]):
+    """Members as templates ask for them: %(floor share)s, %(first_ok of first)s."""
+
+    def __missing__(self, wanted: str) -> str:
+        member, _, form = wanted.partition(" ")
+        if form.startswith("of "):
+            return rate(self[member], self[form[3:]])
+        value = self.get(member)
+        if value is None:
+            return "-"
+        return FORMS[form](value)
+
+
+def described(table: Sequence[Tuple[str, str, str]], data: Data) -> Iterator[Tuple[str, str]]:
+    """What is to be said of some data: (label, words); nothing of what is not there, or 0."""
+    for label, needed, words in table:
+        value = data.get(needed)
+        if value or isinstance(value, float):
+            yield label, words % Words(data)
+
+
+def overview(datas: Sequence[Data]) -> List[List[str]]:
+    """An arm a line, below a line of headings."""
+    rows = [[words % Words(data) for _, _, words in OVERVIEW] for data in datas]
+    return [[label for label, _, _ in OVERVIEW], *rows]
+
+
+Bar = Tuple[str, str, int, float]                       # whose, label, how often, its share
+
+
+def label_bars(datas: Sequence[Data]) -> Iterator[Bar]:
+    """How often each arm gave each label, the most frequent ones."""
+    for data in datas:
+        for name, field in data["fields"].items():
+            given = collections.Counter(field.get("given", {}))
+            whose = "%s, size %d: %s" % (data["label"], data["size"], name)
+            for label, count in given.most_common(SHOWN_LABELS):
+                yield whose, label, count, share(count, sum(given.values())) or 0.0
+
+
+def notes(reading: Reading) -> Iterator[str]:
+    """What else a reader of the figures must know."""
+    yield from change_lines(reading.changes)
+    if +reading.failures:
+        yield "calls without a reply: " + counts(+reading.failures)
+    for faults, words in (
+            (reading.damaged, "damaged lines, skipped"),
+            (reading.broken,
+             "lines that do not follow the one before (edited, removed or repeated)")):
+        for path, numbers in faults.items():
+            if numbers:
+                yield "%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path)
+
+
+# ---- words -> text ----
+
+def padded(text: str, width: int) -> str:
+    """A text filled up to so many columns; East Asian letters take two."""
+    import unicodedata
+    wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
+    return text + " " * (width - len(text) - wide)
+
+
+def table_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """Rows below their headings in columns; where that is too wide, each row as a list."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    if not width or sum(widths) + 2 * len(widths) - 2 < width:
+        for row in rows:
+            yield "  ".join(map(padded, row, widths)).rstrip()
+        return
+    for row in rows[1:]:
+        for label, cell in zip(rows[0], row):
+            yield "%-10s %s" % (label, cell)
+        yield ""
+
+
+def bar_lines(datas: Sequence[Data], width: int) -> Iterator[str]:
+    """How often each arm gave each label, as bars."""
+    bars = list(label_bars(datas))
+    names = max([len(label) for _, label, *_ in bars], default=0)
+    names = min(names, 24)
+    room = max(4, min(40, (width or 80) - names - 24))
+    for whose, group in itertools.groupby(bars, operator.itemgetter(0)):
+        yield whose
+        for _, label, count, part in group:
+            bar = ("#" * math.ceil(part * room)).ljust(room)
+            yield "  %s  %s  %d (%.1f %%)" % (padded(label[:24], names), bar, count, 100 * part)
+
+
+# ---- words -> page ----
 
 PAGE = string.Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<title>$title</title><style>
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --mark: #0a5bbd; --soft: #f2f2f5 }
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>$title</title><style>
+:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --mark: #0a5bbd;
+ --soft: #fff3d6 }
 @media (prefers-color-scheme: dark) {
- :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --mark: #7db8ff; --soft: #232329 } }
-body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 1rem auto;
- max-width: 60rem; padding: 0 1rem; overflow-wrap: break-word }
-div.wide { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
-th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left; vertical-align: top;
- max-width: 30rem }
-pre { background: var(--soft); padding: .5rem; white-space: pre-wrap; font-size: .85rem; margin: 0 }
-th, td:not(:first-child) { min-width: 4rem } svg { width: 100%; height: auto }
-svg text { fill: var(--ink); font-size: 13px } svg line { stroke: var(--line) }
-svg .mark { stroke: var(--mark); stroke-width: 3; fill: var(--mark) }
+ :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --mark: #7db8ff; --soft: #3a3016 } }
+body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+ margin: 1rem auto; max-width: 64rem; padding: 0 1rem; overflow-wrap: break-word }
+h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+div { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
+th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left;
+ vertical-align: top; min-width: 3rem; max-width: 40rem; white-space: pre-wrap }
+tr.mark { background: var(--soft) }
+meter { width: 8rem; margin-right: .5rem }
+@media (max-width: 40rem) {
+ .cards tr { display: block; border-bottom: 2px solid var(--line); padding: .3rem 0 }
+ .cards th { display: none } .cards td { display: flex; border: 0; padding: .1rem .4rem }
+ td { overflow-wrap: anywhere }
+ .cards td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 } }
 </style></head><body><h1>$title</h1>
 <p>Whether an id is right, the program proves; whether an answer is right, a person must judge.</p>
 $body
@@ -5235,185 +5581,208 @@ $body
 """)
 
 
-def as_table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """An HTML table; a cell that is a pair is ("pre", text)."""
+def escaped(value: Any) -> str:
+    """A value as it may stand in a page; a share, in front of its words, is a bar."""
     import html
-
-    def cell(value: Any) -> str:
-        if isinstance(value, tuple):
-            return "<td><pre>%s</pre></td>" % html.escape(CONTROLS.sub("?", value[1]))
-        return "<td>%s</td>" % html.escape("-" if value is None else CONTROLS.sub("?", str(value)))
-    body = "\n".join("<tr>%s</tr>" % "".join(map(cell, row)) for row in rows)
-    names = "".join("<th>%s</th>" % html.escape(name) for name in head)
-    return '<div class="wide"><table><tr>%s</tr>\n%s</table></div>' % (names, body)
+    if isinstance(value, tuple):
+        return '<meter value="%.3f"></meter>%s' % (value[0], escaped(value[1]))
+    if value is None:
+        value = "-"
+    return html.escape(CONTROLS.sub("?", str(value)))
 
 
-Mark = Tuple[str, Optional[float], Optional[float], Optional[float]]        # label, value, low, high
+def as_table(title: str, rows: Sequence[Sequence[Any]], marked: int = 0, kind: str = "") -> str:
+    """A table below its title, the first row its headings, the next ones marked; "" of no rows."""
+    if len(rows) < 2:
+        return ""
+    lines = ["<tr>%s</tr>" % "".join("<th>%s</th>" % escaped(name) for name in rows[0])]
+    for place, row in enumerate(rows[1:]):
+        cells = ['<td title="%s">%s</td>' % (escaped(name), escaped(cell))
+                 for name, cell in zip(rows[0], row)]
+        mark = ' class="mark"' if place < marked else ""
+        lines.append("<tr%s>%s</tr>" % (mark, "".join(cells)))
+    return '<h2>%s</h2>\n<div class="%s"><table>%s</table></div>' % (
+        escaped(title), kind, "\n".join(lines))
 
 
-def as_plot(marks: Sequence[Mark], top: float, unit: str) -> str:
-    """An SVG of marks beside each other, on a scale from 0 to `top`."""
-    import html
-    wide, parts = 50 + 90 * max(4, len(marks)), []
-    for part in (0, 0.5, 1):
-        y = 200 - 180 * part
-        parts.append('<line x1="40" x2="%d" y1="%d" y2="%d"/><text x="2" y="%d">%s</text>' % (
-            wide, y, y, y + 4, unit % (top * part)))
-    for place, (label, value, low, high) in enumerate(marks):
-        x = 85 + 90 * place
-        parts.append('<text x="%d" y="222" text-anchor="middle">%s</text>' % (x, html.escape(label)))
-        if value is not None:
-            y, least, most = (200 - 180 * min(1, max(0, point) / top)
-                              for point in (value, low or 0, value if high is None else high))
-            if high is not None:
-                parts.append('<line class="mark" x1="%d" x2="%d" y1="%.1f" y2="%.1f"/>' % (x, x, least, most))
-            parts.append('<circle class="mark" cx="%d" cy="%.1f" r="5"/><text x="%d" y="%.1f">%s</text>' % (
-                x, y, x + 8, y + 4, unit % value))
-    return '<svg viewBox="0 0 %d 230" style="max-width: %dpx" role="img">%s</svg>' % (wide, wide, "".join(parts))
+def page_of(datas: Sequence[Data], reading: Reading, inspected: str) -> str:
+    """The report as one page that needs no network and no script.  All from outside is escaped."""
+    parts = [as_table("An arm a line", overview(datas), kind="cards")]
+    for data in datas:
+        parts.append("<p><b>%s, size %d: %s.</b> %s</p>" % (
+            escaped(data["label"]), data["size"], escaped(data["decision"]), escaped(data["why"])))
+    parts += ["<p>%s</p>" % escaped(words) for words in notes(reading)]
+    bars = [(whose, label, (part, "%d (%.1f %%)" % (count, 100 * part)))
+            for whose, label, count, part in label_bars(datas)]
+    head = ("arm and field", "label", "answers")
+    parts.append(as_table("Labels given", [head, *bars], 0, "cards"))
+    parts.append(inspected)
+    for data in datas:
+        parts += confusion_tables(data)
+    for data in datas:
+        title = "%s, size %d in full" % (data["label"], data["size"])
+        parts.append(as_table(title, [("what", "figures"), *described(DETAILS, data)]))
+    for run in reading.runs.values():
+        sizes = encode(run.get("arms") or run.get("batch_size"))
+        asked = {**run["task"], **run, "sizes": sizes}
+        parts.append(as_table("What was asked", [("what", "words"), *described(RUNS, asked)]))
+    models = ", ".join(sorted({data["model"] for data in datas})) or "no replies"
+    return PAGE.substitute(title=escaped("batch_harness: " + models), body="\n".join(parts))
 
 
-def arm_label(data: Mapping[str, Any]) -> str:
-    """The short name of an arm."""
-    return "size %s%s" % (data["size"], "" if data["arm"] is None else ", arm %s" % data["arm"])
+def confusion_tables(data: Data) -> Iterator[str]:
+    """Of each field with labels: what an arm answered, by the right answer, or that of size 1."""
+    tables = {name: field["confusion"] for name, field in data["fields"].items()
+              if data["compared"] and field["labels"]}
+    expected = "size 1"
+    if data.get("judged"):
+        tables = data["gold_confusion"]
+        expected = "gold"
+    for name, rows in tables.items():
+        yield as_table(
+            "%s, size %d: answers to %s, by %s" % (data["label"], data["size"], name, expected),
+            [(expected, *rows), *[(label, *row.values()) for label, row in rows.items()]])
 
 
-def page_of(datas: Sequence[Mapping[str, Any]], reading: Reading, tables: Sequence[str]) -> str:
-    """The report as one page that needs no network and no script.  Everything from outside is escaped."""
-    import html
-    labels = list(map(arm_label, datas))
-    floors = sorted({data["floor"] for data in datas if data["floor"] is not None})
-    marks: Dict[str, List[Mark]] = {"first": [], "same": [], "calls": []}
-    for label, data in zip(labels, datas):
-        first = [data[word] and 100 * data[word] for word in ("first_pass", "first_pass_low", "first_pass_high")]
-        marks["first"].append((label, first[0], first[1], first[2]))
-        marks["same"].append((label, data["agreement"] and 100 * data["agreement"], None, None))
-        marks["calls"].append((label, data["calls_per_item"], None, None))
-    marks["same"] += [("floor", 100 * floor, None, None) for floor in floors]
-    most = max([data["calls_per_item"] or 0 for data in datas] or [1]) or 1
-    head = ("arm", "calls", "items", "first pass", "rescued", "as size 1", "as gold", "quarantined", "model", "form",
-            "stage", "task")
-    rows = [(label, data["calls"], data["items"], percent(data["first_pass"]), rate(data["rescued"], data["retried"]),
-             percent(data["agreement"]), percent(data.get("accuracy")), rate(data["quarantined"], data["items"]),
-             model_words(data), data["form"], data["stage"], data["task"]) for label, data in zip(labels, datas)]
-    verdicts = [(label, counts(data["verdicts"]), counts(data["normalised"])) for label, data in zip(labels, datas)]
-    sheet = [(run.get("run"), run.get("at"), run.get("model"), run.get("host"),
-              encode(run.get("arms") or run.get("batch_size")), run.get("stage"), run.get("fingerprint"),
-              run["task"].get("instruction"), encode(run.get("params", {}))) for run in reading.runs]
-    parts = [
-        "<h2>Decisions</h2>",
-        *("<p><b>%s: %s.</b> %s</p>" % tuple(map(html.escape, (label, data["decision"], data["why"])))
-          for label, data in zip(labels, datas)),
-        *("<p>%s</p>" % html.escape(words) for words in change_lines(reading.changes)), as_table(head, rows),
-        "<h2>First passes that kept their form, with limits that hold however often one looks</h2>",
-        as_plot(marks["first"], 100, "%.0f %%"),
-        "<h2>Answers as at size 1, against the floor (size 1 with itself)</h2>", as_plot(marks["same"], 100, "%.0f %%"),
-        "<h2>Calls an item</h2>", as_plot(marks["calls"], most, "%.2f"),
-        "<h2>Verdicts</h2>", as_table(("arm", "verdicts", "normalised"), verdicts), *tables,
-        "<h2>Runs</h2>",
-        as_table(("run", "at", "model", "host", "sizes", "stage", "task", "instruction", "request"), sheet)]
-    title = "batch_harness: %s" % (", ".join(sorted(set(map(model_words, datas)))) or "no replies")
-    return PAGE.substitute(title=html.escape(title), body="\n".join(parts))
-
-
-def inspection(options: Settings, reading: Reading, datas: Sequence[Mapping[str, Any]]) -> List[str]:
-    """As tables: the first answers beside their texts, those that differ from size 1, and what is in quarantine."""
-    differing = {name for data in datas for name in data["differing_items"]}
-    held = dict.fromkeys(itertools.islice(reading.held, SHOWN_ITEMS))       # place -> its last row
-    keys = {key_of(place[3]) for place in held}
-    first: Dict[int, None] = {}                                             # an ordered set
-    texts: Dict[int, str] = {}
+def texts_of(options: Settings) -> Iterator[Tuple[int, str]]:
+    """The texts of the input, if there is one, by key_of(digest)."""
     if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
             for row in source.rows():
-                key = key_of(text_digest(row.text))
-                if len(first) < SHOWN_ITEMS and any(key in arm.answers for arm in reading.arms.values()):
-                    first[key] = None
-                if key in first or key in keys or short_id(key) in differing:
-                    texts[key] = row.text
-    answers: Dict[Tuple[int, Tuple[Any, ...]], str] = {}
+                yield key_of(text_digest(row.text)), row.text
+
+
+def inspection(options: Settings, reading: Reading, datas: Sequence[Data], gold: Gold) -> str:
+    """As tables: answers beside their texts, those that differ in front, and the quarantine."""
+    differing = {name for data in datas for name in data["differing_items"]}
+    held = list(reading.held)[:SHOWN_ITEMS]
+    keys = {key_of(place[3]) for place in held}
+    texts: Dict[int, str] = {}
+    marked: Dict[int, str] = {}
+    first: Dict[int, str] = {}
+    for key, text in texts_of(options):
+        if short_id(key) in differing:
+            marked[key] = text
+        elif len(first) < SHOWN_ITEMS and any(
+                key in figures.answers for figures in reading.groups.values()):
+            first[key] = text
+        if key in keys:
+            texts[key] = text
+    answers, last = raw_answers(reading, {*marked, *first}, set(held))
+    arms = [figures.group for figures in reading.arms()]
+    rows = [["item", "text", *["%s, size %d" % (data["label"], data["size"]) for data in datas]]]
+    for key, text in [*marked.items(), *first.items()]:
+        rows.append([short_id(key), text, *[answers.get((group, key), "-") for group in arms]])
+        if gold:
+            rows[-1].insert(2, gold.get(key, ("-",))[-1])
+    if gold:
+        rows[0].insert(2, "gold")
+    quarantine = [("item", "text", "verdict", "detail", "reply")]
+    for place in held:
+        key = key_of(place[3])
+        row = last.get(place, {})
+        quarantine.append((short_id(key), texts.get(key, "-"), row.get("verdict", "-"),
+                           row.get("detail", "-"), row.get("reply", "-")))
+    title = "Texts and their answers, to be read by a person; marked: otherwise than at size 1"
+    return as_table(title, rows, len(marked), "cards") + as_table(
+        "Quarantined items and their last replies", quarantine, kind="cards")
+
+
+def raw_answers(reading: Reading, keys: Set[int], held: Set[Place]) -> Tuple[
+        Dict[Tuple[Group, int], str], Dict[Place, Mapping[str, Any]]]:
+    """From a second pass: answers to some texts as they were given, and rows of others' last replies."""
+    answers: Dict[Tuple[Group, int], str] = {}
+    last: Dict[Place, Mapping[str, Any]] = {}
 
     def take(ledger: str, line: Line) -> None:
         row = line.row or {}
-        if row["event"] == "attempt" and "text_sha" in row:
-            for sha, name in zip(row["text_sha"], row["batch"]):
-                place = (ledger, row["task"], row.get("arm"), sha)
-                if row["verdict"] == "ok" and key_of(sha) in texts:
-                    arm = (ledger, *(row.get(word) for word in GROUP[1:]))
-                    answers.setdefault((key_of(sha), arm), encode(row["answers"][name]))
-                elif place in held:
-                    held[place] = row
-    for path in dict.fromkeys(data["ledger"] for data in datas):
-        replay(path, functools.partial(take, path))
-    arms = [tuple(data[word] for word in GROUP) for data in datas]
+        if row["event"] != "attempt":
+            return
+        for sha, name in zip(row.get("text_sha", ()), row["batch"]):
+            place = (ledger, row["task"], row.get("arm"), sha)
+            if row["verdict"] == "ok" and key_of(sha) in keys:
+                answer = encode(row["answers"][name])
+                answers.setdefault((reading.group_of(ledger, row), key_of(sha)), answer)
+            elif place in held:
+                last[place] = row
 
-    def beside(title: str, some: Iterable[int]) -> List[str]:
-        rows = [(texts[key], short_id(key), *(answers.get((key, arm)) for arm in arms)) for key in some]
-        return ["<h2>%s</h2>" % title, as_table(("text", "item", *map(arm_label, datas)), rows)] if rows else []
-    tables = beside("The first %d texts and their answers, to be read by a person" % len(first), first)
-    tables += beside("Texts whose answer is another than at size 1", [k for k in texts if short_id(k) in differing])
-    rows = [(short_id(key_of(place[3])), texts.get(key_of(place[3])), row.get("verdict"), row.get("detail"),
-             ("pre", str(row.get("reply")))) for place, row in held.items() if row is not None]
-    return tables + (["<h2>Quarantined items and their last replies</h2>",
-                      as_table(("item", "text", "verdict", "detail", "reply"), rows)] if rows else [])
+    for ledger in {group.ledger for group in reading.groups}:
+        replay(ledger, functools.partial(take, ledger))
+    return answers, last
 
 
 def each_once(paths: Iterable[str]) -> List[str]:
-    """The paths, without those that name a file again: a ledger would pass for its own repetition."""
+    """The paths, each file once: a ledger would pass for its own repetition."""
     files: Dict[str, str] = {}
     for path in paths:
         files.setdefault(os.path.realpath(path), path)
     return list(files.values())
 
 
-def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Print what the calls on ledgers came to by GROUP, the failures by kind, and which lines are damaged."""
-    ledgers = each_once(options.ledgers)
-    if options.html and os.path.isfile(options.html):
-        with open(options.html, "rb") as file:
+def check_page(path: str) -> None:
+    """Refuse to write over what is no page."""
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
             if not PAGE.template.encode("ascii").startswith(file.read(15) or b"<"):
-                raise HarnessError("--html %s exists and is no page; name another file" % options.html)
+                raise HarnessError("--html %s exists and is no page; name another file" % path)
+
+
+def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
+    """Print what the calls on ledgers came to; --html writes it as a page, too."""
+    if options.html:
+        check_page(options.html)
     if options.input == "-":
         raise HarnessError("a report reads the input more than once; name a file with --input")
     reading = Reading()
-    histories = {path: replay(path, functools.partial(reading.take, path)) for path in ledgers}
-    datas = compared_arms(reading.settle(), gold_labels(options), options)
-    wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
-    broken = {path: history.broken for path, history in histories.items() if history.broken}
-    damaged = {path: history.damaged for path, history in histories.items() if history.damaged}
-    code = DONE if not options.fail_unless_safe or wanted == {"safe"} and not broken else QUARANTINED_LEFT
-    if options.html is not None:
-        page = page_of(datas, reading, inspection(options, reading, datas)).encode("utf-8", "backslashreplace")
-        write_whole(options.html, lambda file: file.write(page), "--html")
+    for path in each_once(options.ledgers):
+        reading.read(path)
+    gold = gold_labels(options)
+    datas = arms_data(reading.arms(), gold, options)
+    if options.html:
+        page = page_of(datas, reading, inspection(options, reading, datas, gold))
+        data = page.encode("utf-8", "backslashreplace")
+        write_whole(options.html, lambda file: file.write(data), "--html")
+    broken = {path: numbers for path, numbers in reading.broken.items() if numbers}
     if options.json:
-        lines = [number for numbers in damaged.values() for number in numbers]
-        out(json.dumps({"arms": datas, "model_changes": reading.changes, "failures": reading.failures,
-                        "damaged_lines": lines, "broken_lines": broken}, indent=1), wrap=False)
-        return code
-    for data in datas:
-        out("\n".join(arm_lines(data, len(ledgers) > 1)))
+        lines = [number for numbers in reading.damaged.values() for number in numbers]
+        out(json.dumps({"arms": datas, "model_changes": reading.changes,
+                        "failures": +reading.failures, "damaged_lines": lines,
+                        "broken_lines": broken}, indent=1), wrap=False)
+    else:
+        print_report(datas, reading, out)
+        if options.html:
+            say("the page is in %s" % options.html)
+    wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
+    if not options.fail_unless_safe or (wanted == {"safe"} and not broken):
+        return DONE
+    found = ", ".join(sorted(wanted)) or "no such arm"
+    if broken and wanted:
+        found = "its ledger was edited"
+    say("size %d is not shown to be safe: %s" % (options.fail_unless_safe, found))
+    return QUARANTINED_LEFT
+
+
+def print_report(datas: Sequence[Data], reading: Reading, out: Speaker) -> None:
+    """Print an arm a line, the labels given, the details, and what else is to be known."""
     if not datas:
         out("no replies on this ledger: first pass ok %s" % rate(0, 0))
-    if options.html is not None:
-        say("the page is in %s" % options.html)
-    for words in change_lines(reading.changes):
+    else:
+        out("\n".join(table_lines(overview(datas), out.width)), wrap=False)
+    for line in bar_lines(datas, out.width):
+        out(line, wrap=False)
+    for data in datas:
+        out("\n%s, size %d:" % (data["label"], data["size"]))
+        for row in described(DETAILS, data):
+            out("  %-18s %s" % row)
+    for words in notes(reading):
         out(words)
-    if reading.failures:
-        out("calls without a reply: " + counts(reading.failures))
-    for lines_of, words in ((damaged, "damaged lines, skipped"),
-                            (broken, "lines that do not follow the one before (edited, removed or repeated)")):
-        for path, numbers in lines_of.items():
-            out("%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path))
-    if code:
-        found = "its ledger was edited" if broken and wanted else ", ".join(sorted(wanted)) or "no such arm"
-        say("size %d is not shown to be safe: %s" % (options.fail_unless_safe, found))
-    return code
 
 
 def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Where the model behind a name changed, in words."""
     for change in changes[:MAX_REPORTED]:
-        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s of %(ledger)s on "
-               "(%(at)s)" % change)
+        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s "
+               "of %(ledger)s on (%(at)s)" % change)
     if len(changes) > MAX_REPORTED:
         yield "%d more changes of the model" % (len(changes) - MAX_REPORTED)
 
@@ -6813,16 +7182,16 @@ def say_baseline(state: State, task: Task, model: Model, options: Settings, say:
 def spent_words(runner: Runner) -> str:
     """What a run has spent."""
     figures, tally = runner.figures, runner.tally
-    tokens = "; %(tokens_in)d tokens in, %(tokens_out)d out" % figures if figures["tokens_in"] else ""
+    tokens = "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out) if figures.tokens_in else ""
     return "this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply%s" % (
-        tally["calls"], rate(figures["first_ok"], figures["first"]), figures["fallbacks"], tally["failures"], tokens)
+        tally["calls"], rate(figures.first_ok, figures.first), figures.fallbacks, tally["failures"], tokens)
 
 
 def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     import shlex
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
-    refused = part_of(runner.figures, "verdict ")
+    refused = runner.figures.verdicts
     words = ["%s %d (such as %s)" % (code, refused[code], row["batch"][0]) for code, row in runner.examples.items()]
     if words:
         out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(words))

@@ -3277,7 +3277,7 @@ class Runs(EndpointCase):
         code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
         self.assertNotIn("\r", err)
         runner = types.SimpleNamespace(tally=collections.Counter(answered=30, quarantined=2, pending=62, failures=4), _began=100.0,
-                                       figures=collections.Counter(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
+                                       figures=types.SimpleNamespace(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
                                        pace=types.SimpleNamespace(held_until=120.0))
         words = bh.fitting(bh.Runner._progress(runner, 116.0))
         self.assertEqual(words, "32/62 items, waiting 4 s, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
@@ -4452,6 +4452,66 @@ def ask(prompt):
         self.assertIn("calls would settle it", self.decisions(160, "pass")[2]["why"])
         self.assertIn("no second arm of size 1", self.decisions(160, "pass", sizes="1,2")[1]["why"])
 
+    def test_not_safe_is_said_before_the_baseline_is_complete(self):
+        arms = self.decisions(20, "label = 'other'[:4] if 0 else 'good' if place else 'bad'")
+        self.assertEqual((arms[2]["decision"], arms[2]["compared"]), ("not safe", 20), arms[2]["why"])
+        arms = self.decisions(20, "label = 'good' if place and number % 9 == 0 else label")
+        same = arms[2]["same"]
+        self.assertEqual(arms[2]["decision"], "baseline first")
+        self.assertIn("40 of 100 single first calls of this model and task", arms[2]["why"])
+        self.assertIn("%s answers are as at size 1, against a floor of 20 of 20 (100.0 %%)"
+                      % bh.rate(same, 20), arms[2]["why"])
+
+    def test_decisions_name_tokens_beside_calls(self):
+        usage = {1: (80, 10), 2: (90, 20)}
+
+        def script(prompt, number):
+            tokens_in, tokens_out = usage[len(asked_in(prompt))]
+            return completion(reply_to_prompt(prompt), usage={
+                "prompt_tokens": tokens_in, "completion_tokens": tokens_out})
+        server = self.serve(script)
+        self.items_file(330)
+        self.main("trial", "--input", "items.jsonl", "--model", "openai:m", "--base-url", server.base,
+                  "--sample", "330", "--ledger", "t.jsonl")
+        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
+        self.assertEqual((arm["decision"], arm["tokens_per_item"]), ("safe", 55))
+        self.assertIn("50 % of the calls and 61 % of the tokens of size 1: 0.50 calls", arm["why"])
+
+    def test_the_report_begins_with_an_arm_a_line_and_the_labels_as_bars(self):
+        self.items_file(30)
+        self.trial("--labels", "good,\u8d28\u91cf", "--sizes", "1,1,2,5")
+        lines = {}
+        for width in (0, 40, 80, 120):
+            with mock.patch.object(bh.Speaker, "width", width):
+                lines[width] = self.main("report", "--ledger", "t.jsonl")[1].splitlines()
+        for width in (0, 80, 120):
+            rows = [re.split("  +", line) for line in lines[width][:5]]
+            self.assertEqual(rows[0], ["arm", "size", "form", "calls", "first pass", "agrees",
+                                       "floor", "tok/item", "decision"])
+            self.assertEqual(rows[3][:4] + rows[3][-1:], ["2", "2", "list", "15", "baseline first"])
+        self.assertIn("decision   baseline first", lines[40])
+        for width in (40, 80, 120):
+            self.assertLess(max(map(len, lines[width])), width)
+            bars = lines[width].index("arm 2, size 2: answer")
+            for line in lines[width][bars + 1:bars + 3]:
+                self.assertRegex(line, "^  (good|\u8d28\u91cf)  #* +[0-9]+ \\([0-9.]+ %\\)$")
+
+    def test_the_page_shows_right_answers_and_which_label_came_for_which(self):
+        rows = [{"text": "text number %d" % n, "gold": "good" if n % 3 else "bad"} for n in range(60)]
+        self.write("gold.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        gold = ["--input", "gold.jsonl", "--gold-field", "gold"]
+        for more, expected in (([], "size 1"), (gold, "gold")):
+            self.decisions(60, "label = 'bad' if place else label",
+                           report=["--html", "page.html", "--input", "items.jsonl", *more])
+            page = self.bytes("page.html").decode()
+            matrix = page.split("arm 2, size 2: answers to answer, by %s" % expected)[1].split("</table>")[0]
+            counts = [int(n) for n in re.findall('<td title="(?:good|bad)">([0-9]+)</td>', matrix)]
+            self.assertEqual((sum(counts), counts[2], counts[2] + counts[3]), (60, 0, 20))
+            self.assertEqual('<td title="gold">' in page.split("Texts and their answers")[1].split("<h2>")[0],
+                             bool(more))
+            for words in ("Judge.", "items.jsonl: 60 rows, 60 items", "20[0-9-]{8}T", "enum"):
+                self.assertRegex(page.split("What was asked")[1], words)
+
     def test_the_report_takes_ledgers_of_their_own_for_every_size(self):
         self.items_file(330)
         for size, ledger in ((1, "a.jsonl"), (1, "b.jsonl"), (2, "c.jsonl")):
@@ -4460,7 +4520,8 @@ def ask(prompt):
         self.assertEqual([(arm["ledger"], arm["size"], arm["decision"]) for arm in arms],
                          [("a.jsonl", 1, "baseline"), ("b.jsonl", 1, "baseline"), ("c.jsonl", 2, "safe")])
         text = self.main("report", "--ledger", "a.jsonl", "b.jsonl", "c.jsonl")[1]
-        self.assertIn("agrees with size 1 330 of 330 (100.0 %) answers (free text: to differ is no error); floor: size 1 with itself 100.0 %", text)
+        self.assertIn("agrees with size 1 330 of 330 (100.0 %) answers; floor: size 1 with itself 330 of 330 (100.0 %)", text)
+        self.assertIn("answer 100.0 % (free text: to differ is no error)", text)
         self.assertIn("decision           safe: first passes fail in at most", text)
 
     def test_a_keyed_form_is_no_evidence(self):
@@ -4492,9 +4553,13 @@ def ask(prompt):
         self.assertLessEqual(set(arms[2]["differing_items"]), wrong)
         self.assertGreater(len(arms[2]["differing_items"]), 40)
         with open("page.html", encoding="utf-8") as file:
-            part = file.read().split("Texts whose answer is another than at size 1")[1].split("</table>")[0]
-        self.assertEqual(part.count("<tr>") - 1, len(arms[2]["differing_items"]))
-        self.assertRegex(part, "<td>text number [0-9]*</td><td>[0-9a-f]{12}</td><td>&quot;bad&quot;</td><td>&quot;bad&quot;</td><td>&quot;good&quot;</td>")
+            part = file.read().split("Texts and their answers")[1].split("</table>")[0]
+        cells = [re.findall("<td.*?>(.*?)</td>", row) for row in part.split("\n")[2:]]
+        marked = part.count('<tr class="mark">')
+        self.assertEqual(marked, len(arms[2]["differing_items"]))
+        self.assertEqual({tuple(row[2:]) for row in cells[:marked]},
+                         {("&quot;bad&quot;", "&quot;bad&quot;", "&quot;good&quot;")})
+        self.assertEqual((len(cells), '<tr class="mark">' in part.split("\n")[2 + marked]), (marked + 100, False))
         arms = self.decisions(240, "name = '0' if place and number % 2 else name")
         named = re.search("[0-9]+ of 120 .[0-9.]+ %., at size 1 0 of 240 .0.0 %.; such as those of ([0-9a-f, ]+)$", arms[2]["why"]).group(1).split(", ")
         self.assertEqual(named, arms[2]["failed_items"][:3])
@@ -4505,7 +4570,7 @@ def ask(prompt):
         self.trial("--sizes", "1", "--sample", "150")
         self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", "page.html")
         with open("page.html", encoding="utf-8") as file:
-            shown = re.findall("<td>text number ([0-9]+)</td><td>[0-9a-f]{12}</td><td>(.*?)</td>", file.read())
+            shown = re.findall('<td title="text">text number ([0-9]+)</td><td .*?>(.*?)</td>', file.read())
         self.assertEqual((len(shown), [answer for _, answer in shown if answer == "-"]), (100, []))
         answered = {name for row in self.rows("t.jsonl") for name in row["batch"]}
         self.assertEqual([int(n) for n, _ in shown], [n for n in range(400) if bh.item_id("text number %d" % n) in answered][:100])
@@ -4518,12 +4583,16 @@ def ask(prompt):
             '"answer": "%s"}\' % (name, label)', '"tone": "%s", "topic": "%s", "note": "%d"}\' % (name, label, topic, asked[prompt])'))
         self.assertEqual(self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--task", "task.json", "--sizes", "1,1,2", "--ledger", "t.jsonl")[0], 0)
         arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
-        self.assertEqual((arm["fields"]["tone"], arm["fields"]["topic"]["agreement"], arm["kappa"]), ({"agreement": 1.0, "labels": True, "kappa": 1.0}, 0.75, None))
+        tone, topic = arm["fields"]["tone"], arm["fields"]["topic"]
+        self.assertEqual((tone["agreement"], tone["labels"], tone["kappa"]), (1.0, True, 1.0))
+        self.assertEqual((topic["agreement"], arm["kappa"]), (0.75, None))
+        self.assertEqual(tone["given"], {"good": 40, "bad": 20})
+        self.assertEqual(topic["confusion"], {"a": {"a": 15, "b": 15}, "b": {"a": 0, "b": 30}})
         self.assertAlmostEqual(arm["fields"]["topic"]["kappa"], 0.5)
         self.assertEqual((arm["fields"]["note"]["kappa"], arm["fields"]["note"]["labels"]), (None, False))
         text = self.main("report", "--ledger", "t.jsonl")[1]
-        self.assertIn("(kappa tone 1.00, topic 0.50)", text)
-        self.assertRegex(text, "by field           tone 100.0 %, topic 75.0 %, note [0-9.]+ %")
+        self.assertRegex(text, r"by field           tone 100.0 % \(kappa 1.00\), topic 75.0 % "
+                         r"\(kappa 0.50\), note [0-9.]+ % \(free text")
         self.write("gold.csv", "text,tone,other\n" + "".join("text number %d,%s,%s\n" % (n, "good" if n % 3 else "bad", "a") for n in range(60)))
         arms = json.loads(self.main("report", "--ledger", "t.jsonl", "--json", "--input", "gold.csv", "--gold-field", "tone")[1])["arms"]
         self.assertEqual([arm["accuracy"] for arm in arms], [1.0, 1.0, 1.0])
@@ -4557,7 +4626,8 @@ def ask(prompt):
         self.assertGreater(len(rows), 2)
         self.assertEqual(arm["reordered"], len(rows))
         self.assertAlmostEqual(arm["agreement_reordered"], sum(single[name] == "bad" for name in names) / len(names))
-        self.assertIn("  if reordered       ", self.main("report", "--ledger", "t.jsonl")[1])
+        self.assertRegex(self.main("report", "--ledger", "t.jsonl")[1],
+                         "  reordered replies  %d; [0-9.]+ %% of their answers" % len(rows))
 
     def test_where_the_model_changed_is_named_by_line(self):
         served = dict.fromkeys((4, 5), "served-2")
@@ -4583,7 +4653,7 @@ def ask(prompt):
             self.main("--input", "items.jsonl", "--model", "py:model.py:" + name, "--limit", "2")
         arms = json.loads(self.main("report", "--json")[1])["arms"]
         self.assertEqual([(arm["asked"], arm["model_string"], arm["items"]) for arm in arms], [("py:model.py:ask", None, 2), ("py:model.py:other", None, 2)])
-        self.assertIn("model py:model.py:other (not named by the endpoint)", self.main("report")[1])
+        self.assertRegex(self.main("report")[1], r"model +py:model.py:other \(not named by the endpoint\)")
 
     def test_halves_and_differences_are_of_batches_alone(self):
         arms = self.decisions(120, "name = '0' if len(found) == 2 and number % 5 == 0 else name\n        label = 'bad' if len(found) == 2 and place else label")
@@ -4690,7 +4760,7 @@ def ask(prompt):
             with mock.patch.object(bh.Speaker, "width", width):
                 out = self.main("report", "--ledger", "t.jsonl")[1]
                 self.assertLess(max(map(len, out.splitlines())), width)
-                self.assertEqual(out.split(), plain.split())
+                self.assertEqual(out.split("size 1:\n")[1:][0].split(), plain.split("size 1:\n")[1:][0].split())
                 whole = self.main("explain", "3", "--ledger", "t.jsonl", "--input", "items.jsonl")[1]
             prompts = [line for line in whole.splitlines() if "Reply with one JSON array with one object for every item:" in line]
             self.assertGreater(len(prompts), 0)             # what is quoted stays as it is
@@ -4723,7 +4793,7 @@ def ask(prompt):
             page = file.read()
         for raw in ("<script", "<img", "<i>", "<u>", "<b>m", "<h1>Judge", "http://", "https://", "src=", "@import", "url("):
             self.assertNotIn(raw, page.replace("http://127.0.0.1", "").replace("&lt;img src=x", ""), raw)
-        for part in ("&lt;script&gt;alert(&quot;x&quot;)", "$body", "\u5feb\u9012", "Quarantined items", "&lt;img src=x", "<svg", "prefers-color-scheme: dark", "width=device-width"):
+        for part in ("&lt;script&gt;alert(&quot;x&quot;)", "$body", "\u5feb\u9012", "Quarantined items", "&lt;img src=x", "prefers-color-scheme: dark", "width=device-width"):
             self.assertIn(part, page)
         import html.parser
         opened, tags = [], []
@@ -4741,7 +4811,7 @@ def ask(prompt):
                 assert opened.pop() == tag
         Checker().feed(page)
         self.assertEqual(opened, [])
-        self.assertLessEqual(set(tags), {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "b", "div", "table", "tr", "th", "td", "pre", "svg", "line", "circle", "text"})
+        self.assertLessEqual(set(tags), {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "b", "div", "table", "tr", "th", "td", "meter"})
         for target in ("t.jsonl", "items.jsonl"):
             self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", target)[0], 2, target)
 
@@ -4826,33 +4896,43 @@ def ask(prompt):
         self.assertLessEqual(wrong, 14)                    # 6 are expected at most; 14 or more would come once in 1,000
 
     def test_rare_whole_differences_are_bounded_ever_closer(self):
-        values = [float(number % 100 == 37) for number in range(8000)]
-        highs = [bh.mean_limits(values[:count]).high for count in (500, 2000, 8000)]
+        highs = [bh.mean_limits({1.0: count / 100, 0.0: count * 0.99}).high for count in (500, 2000, 8000)]
         self.assertLess(highs[2], 0.018)
         self.assertLess(highs[2], highs[0])
         self.assertEqual(bh.clean_calls(0.02), 157)
 
     def test_the_limits_of_a_mean_come_from_bets(self):
-        self.assertGreater(bh.mean_limits([0.0] * 150).high, 0.02)
-        self.assertLess(bh.mean_limits([0.0] * 157).high, 0.02)
-        self.assertEqual(bh.mean_limits([])[0] < -0.99 and bh.mean_limits([])[1] > 0.99, True)
-        for values in ([1.0] * 40, [-1.0] * 40, [0.5, -0.5] * 50, [0.3] * 100):
+        self.assertGreater(bh.mean_limits({0.0: 150}).high, 0.02)
+        self.assertLess(bh.mean_limits({0.0: 157}).high, 0.02)
+        low, high = bh.mean_limits({})
+        self.assertTrue(low < -0.49 and high > 0.99)
+        for values in ({1.0: 40}, {-0.5: 40}, {0.5: 50, -0.5: 50}, {0.3: 100}):
             low, high = bh.mean_limits(values)
-            self.assertTrue(low - 1e-6 <= sum(values) / len(values) <= high + 1e-6, (values[:2], low, high))
-        mirrored = bh.mean_limits([-value for value in [0.3, 0.0, 0.5] * 30])
-        plain = bh.mean_limits([0.3, 0.0, 0.5] * 30)
-        self.assertAlmostEqual(plain.low, -mirrored.high)
+            mean = sum(value * count for value, count in values.items()) / sum(values.values())
+            self.assertTrue(low - 1e-6 <= mean <= high + 1e-6, (values, low, high))
+            self.assertTrue(bh.shown_above(values, low - 0.001) or low < -0.49)
+            self.assertTrue(bh.shown_below(values, high + 0.001) or high > 0.99)
         dice, wrong = random.Random(SEED), 0
         for _ in range(60):
-            low, high = bh.mean_limits([dice.choice((-1, 0, 0, 0, 1, 1)) for _ in range(200)])
+            values = [dice.choice((-0.5, 0, 0, 0, 0.5, 1)) for _ in range(200)]
+            low, high = bh.mean_limits(collections.Counter(values))
             wrong += not low <= 1 / 6 <= high
         self.assertLessEqual(wrong, 9)
 
+    def test_evidence_is_there_once_size_1_and_its_repetition_have_answered(self):
+        a, b, c = ("a",), ("b",), ("c",)
+        for here, one, two, excess in (
+                ({1: a, 2: a}, {1: a, 2: a}, {1: a, 2: a}, 0), ({1: b}, {1: a}, {1: a}, 1),
+                ({1: a}, {1: a}, {1: b}, -0.5), ({1: b}, {1: a}, {1: b}, -0.5),
+                ({1: c}, {1: a}, {1: b}, 0), ({1: b, 2: a}, {1: a, 2: a}, {1: a, 2: a}, 0.5),
+                ({1: a, 2: a}, {1: a, 2: a}, {1: a}, None), ({1: a, 2: a}, {1: a}, {}, None)):
+            self.assertEqual(bh.excess_of(list(here), [here, one, two]), excess)
+
     def test_kappa_and_mcnemar_are_the_published_ones(self):
         pairs = [("p", "p")] * 40 + [("n", "n")] * 35 + [("p", "n")] * 10 + [("n", "p")] * 5 + [("u", "u")] * 8 + [("u", "p")] * 2
-        self.assertAlmostEqual(bh.kappa(pairs), 0.705373, places=6)
-        self.assertIsNone(bh.kappa([("p", "p")] * 9))
-        self.assertIsNone(bh.kappa([]))
+        self.assertAlmostEqual(bh.kappa(collections.Counter(pairs)), 0.705373, places=6)
+        self.assertIsNone(bh.kappa({("p", "p"): 9}))
+        self.assertIsNone(bh.kappa({}))
         for counts, p in (((8, 5), 0.4239501953), ((12, 5), 0.0962524414), ((38, 9), 1.52218e-05), ((0, 0), 1), ((5, 8), 0.4239501953)):
             self.assertAlmostEqual(bh.mcnemar(*counts), p, places=9)
 
@@ -4887,7 +4967,8 @@ class Reports(EndpointCase):
     def test_unknown_tokens_are_not_zero(self):
         usages = [{"prompt_tokens": 10, "completion_tokens": 2}] * 3 + [{}, None, {"prompt_tokens": "10", "completion_tokens": 2}]
         self.ask(self.serve(lambda prompt, n: completion(reply_to_prompt(prompt), usage=usages[n - 1])), 6)
-        self.assertIn("30 in, 6 out in 3 calls, unknown for 3 of 6 calls", self.main("report")[1])
+        self.assertIn("tokens             30 in, 6 out\n  tokens unknown     for 3 of 6 (50.0 %) calls\n",
+                      self.main("report")[1])
 
     def test_items_in_quarantine_are_counted_as_they_stand(self):
         self.items_file(4)

@@ -1,0 +1,89 @@
+"""Whether `safe` and `not safe` are said wrongly too often by one who looks again and again.
+
+    python3 .ci/peeking.py [RUNS]         2,000 runs unless told; exit 1 when more than 5 % are wrong
+
+A run is 400 calls at size 2 of which the truth lies 0.05 points beyond a limit, looked at every 10
+calls from 150 on; it is wrong when any look says what is not so.  The calls are read as they came,
+in the order of the ledger, and sorted by digest anew at each look, as in a trial.
+"""
+import collections
+import os
+import random
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+import batch_harness as bh  # noqa: E402
+
+LOOKS = range(150, 401, 10)             # calls
+MARGIN, MOST = 0.02, 0.05               # as the options have them
+WRONG = bh.LEVEL                        # share of runs that may be
+
+
+def answers_of(dice, noise, excess):
+    """One text's answers here, at size 1 and at its repetition: each errs alone, and here once more."""
+    here, one, two = [int(dice.random() < noise) for _ in range(3)]
+    floor = 2 * noise * (1 - noise)
+    if dice.random() < excess / (1 - floor):
+        here = 2
+    return (here,), (one,), (two,)
+
+
+def a_call(dice, noise, excess):
+    """How much more a call's two answers differ than by the floor, on the average `excess`."""
+    texts = [answers_of(dice, noise, excess) for _ in range(2)]
+    return bh.excess_of([0, 1], [dict(enumerate(answers)) for answers in zip(*texts)])
+
+
+def differences(dice, by_digest, excess, says):
+    """Whether any look at the differences of one run says something."""
+    noise = dice.choice((0, 0.005, 0.015))
+    calls = [(dice.random(), a_call(dice, noise, excess)) for _ in range(LOOKS[-1])]
+    for look in LOOKS:
+        seen = calls[:look]
+        if by_digest:
+            seen.sort()
+        if says(collections.Counter(value for _, value in seen), MARGIN):
+            return True
+    return False
+
+
+def failures(dice, by_digest, rate, says):
+    """Whether any look at the failures of one run says something."""
+    calls = [(dice.random(), dice.random() < rate) for _ in range(LOOKS[-1])]
+    for look in LOOKS:
+        seen = calls[:look]
+        if by_digest:
+            seen.sort()
+        if says(bh.failure_limits(sum(failed for _, failed in seen), look)):
+            return True
+    return False
+
+
+# what is looked at, the truth, what would be wrong to say
+CASES = (
+    ("differences of 2.05 points called safe", differences, MARGIN + 0.0005, bh.shown_below),
+    ("differences of 1.95 points called not safe", differences, MARGIN - 0.0005, bh.shown_above),
+    ("failures of 5.05 % called safe", failures, MOST + 0.0005, lambda limits: limits.high <= MOST),
+    ("failures of 4.95 % called not safe", failures, MOST - 0.0005,
+     lambda limits: limits.low > MOST),
+)
+
+
+def main(runs=2000):
+    """Print the share of wrong runs of each case, in both orders; 1 where one is above the level."""
+    bad = 0
+    for words, look, truth, says in CASES:
+        shares = []
+        for by_digest in (False, True):
+            dice = random.Random(words)
+            wrong = sum(look(dice, by_digest, truth, says) for _ in range(runs))
+            shares.append(wrong / runs)
+        bad += max(shares) > WRONG
+        print("%-44s ledger order %.1f %%, digest order %.1f %%" % (
+            words, 100 * shares[0], 100 * shares[1]))
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*map(int, sys.argv[1:])))
