@@ -65,7 +65,7 @@ import threading
 import time
 import zlib
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
-                    NamedTuple, Optional, Sequence, Set, Tuple, Union)
+                    NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union)
 
 __version__ = "0.1"
 
@@ -1178,9 +1178,6 @@ NEEDED: Dict[str, Dict[str, Any]] = {                           # members that r
                 "run": str, "batch_id": str, "form": str},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
 OUTCOMES = ("applied", "stale_text", "stale_rubric", "missing_row")     # of apply, for each answered item
-REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
-    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
-    "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
     "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
     "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
@@ -1224,20 +1221,6 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: M
         "text_sha": [item.digest[:32] for item in ask.items] if quarantined or verdict.code == "ok" else None,
         "prompt_sha": context["prompt_sha"], "job": context.get("job"), "custom_id": context.get("custom_id"),
         "reply": reply.text if isinstance(reply.text, str) else None})
-
-
-def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
-    """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
-    return {"batch": list(ask.ids), "text_sha": [item.digest[:32] for item in ask.items],
-            "sources": [item.source for item in ask.items], "prompt_sha": prompt_digest(prompt),
-            **{name: getattr(ask, name) for name in ("attempt", "fallback", "last_form", "last_attempt", "batch_id",
-                                                     "size")}}
-
-
-def ask_of(request: Mapping[str, Any]) -> Ask:
-    """The ask that request_of was given, but for the texts of its items: a reply is judged without them."""
-    items = [Item._make(("", *members)) for members in zip(request["batch"], request["text_sha"], request["sources"])]
-    return Ask(tuple(items), *(request[name] for name in Ask._fields[1:]))
 
 
 def rederived(row: Mapping[str, Any], task: Task, strict_order: bool = False) -> Verdict:
@@ -1289,29 +1272,6 @@ def _fit(batch: List[Any], digests: Any) -> bool:
             and DIGITS_ONLY.match("".join(digests)) is not None and all(map(str.startswith, digests, batch)))
 
 
-def _is_request(value: Any) -> bool:
-    """Whether a value is what request_of makes."""
-    if not (isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in REQUEST.items())
-            and value["batch"] and _fit(value["batch"], value["text_sha"]) and len(set(value["text_sha"])) == len(
-                set(value["batch"])) == len(value["sources"]) == len(value["batch"])):
-        return False
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        keys = [None if source is None else _source_value(source) for source in value["sources"]]
-        return (min(map(len, value["batch"])) >= ID_LENGTH
-                and re.match("[0-9a-f]{12}\\Z", value["batch_id"]) is not None
-                and 0 < value["size"] < MAX_INTEGER and 0 < value["attempt"] < MAX_INTEGER
-                and not any(isinstance(key, (list, dict)) for key in keys))
-    return False
-
-
-def _is_job(row: Mapping[str, Any]) -> bool:
-    """Whether a job's row can be taken in."""
-    requests = row.get("requests", {})
-    return (row["step"] != "intent" or bool(requests)) and all(
-        name.startswith(row["key"] + "-") and _is_request(request) for name, request in requests.items()) and (
-            re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", str(row.get("at"))) is not None)
-
-
 class Line(NamedTuple):
     """One line of a ledger; `row` is None where it is damaged."""
 
@@ -1356,19 +1316,6 @@ class OpenBatch(NamedTuple):
     codes: Dict[Tuple[Tuple[str, ...], int], str]               # (ids, attempt) -> verdict
 
 
-class OpenJob(NamedTuple):
-    """A job whose results are not collected: what was to be made, and what is known of it since."""
-
-    intent: Mapping[str, Any]                   # the row from before it was made; its requests by custom id
-    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created
-    seen: Set[str]                              # custom ids whose outcome is on the ledger
-
-    @property
-    def name(self) -> str:
-        """What it is called where it runs; "" while that is not known."""
-        return str(self.steps["created"].get("job", "")) if "created" in self.steps else ""
-
-
 class Frozen(NamedTuple):
     """The input as the first pass found it."""
 
@@ -1388,9 +1335,6 @@ class State:
         self.task, self.arm = task, arm
         self.status: Dict[int, int] = dict.fromkeys(frozen, FROZEN)
         self.open: Dict[str, OpenBatch] = {}                                    # by batch_id
-        self.jobs: Dict[str, OpenJob] = {}                                      # by key
-        self.job_names: Set[str] = set()                        # all jobs that are known, collected or not
-        self.lost: Set[str] = set()                             # keys of open jobs whose intent is damaged or gone
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
         self.conflicts = 0                                      # accepted again with another row; the first counts
@@ -1398,12 +1342,11 @@ class State:
         self.singles: Counter[str] = collections.Counter()      # single first calls of the task in any arm, by model
         self.demo: Optional[bool] = None                        # whether the ledger holds demo answers or real ones
         self._models: Dict[str, str] = {}                       # run -> model asked for
-        self._hosts: Dict[str, str] = {}                        # run -> where its texts went
 
     def apply(self, row: Mapping[str, Any]) -> List[int]:
         """Take in one row; the keys of the items it settled.  Called after the append, and for every row replayed."""
         if row["event"] == "run":
-            self._models[row["run"]], self._hosts[row["run"]] = row["model"], str(row.get("host"))
+            self._models[row["run"]] = row["model"]
             self.demo = is_demo(row["model"])
             if row["fingerprint"] == self.task.fingerprint and "arms" in row:
                 self.sizes = row["arms"]
@@ -1416,43 +1359,11 @@ class State:
             if mine:
                 return self._attempt(row)
             self.other_tasks[row["stage"], row["task"]] += len(row.get("answers", ()))
-        elif row["event"] == "job":
-            self._job(row)
-        elif row["event"] == "failure":
-            self._see(row)
         return []
-
-    def asked_of(self, run: str) -> Tuple[str, str]:
-        """The model that a run asked for, and its host."""
-        return self._models.get(run, "?"), self._hosts.get(run, "?")
-
-    def _job(self, row: Mapping[str, Any]) -> None:
-        """A step of a job: intent; then uploaded, created or disowned; collected or abandoned in the end."""
-        key, step = row["key"], row["step"]
-        self.job_names.add(row.get("job", ""))
-        if row["task"] != self.task.fingerprint:
-            return
-        if step == "intent":
-            self.jobs[key] = OpenJob(row, {}, set())
-        elif step in ("collected", "abandoned"):
-            self.jobs.pop(key, None)
-            self.lost.discard(key)
-        elif step == "disowned" and key in self.jobs:
-            self.jobs[key].steps.pop("created", None)
-        elif key in self.jobs:
-            self.jobs[key].steps[step] = row
-        else:
-            self.lost.add(key)
-
-    def _see(self, row: Mapping[str, Any]) -> None:
-        job = self.jobs.get(str(row.get("custom_id")).rpartition("-")[0])
-        if job is not None:
-            job.seen.add(row["custom_id"])
 
     def _attempt(self, row: Mapping[str, Any]) -> List[int]:
         settled: List[int] = []
         accepted = row["verdict"] == "ok"
-        self._see(row)
         for sha in row["text_sha"] if accepted or "quarantined" in row else ():
             key = key_of(sha)
             flags = self.status.get(key, 0)
@@ -1738,6 +1649,7 @@ class Settings(NamedTuple):
     adopt: Optional[str] = None
     abandon: Optional[str] = None
     file: str = ""
+    parts: int = 1
     files: Sequence[str] = ()
     # ---- reading ----
     id: str = ""
@@ -1778,7 +1690,7 @@ class Model(NamedTuple):
     api_version: Optional[str] = None
     roomier: str = ""                   # how to make room for a longer prompt
     tick: Callable[[float], None] = lambda now: None        # called a few times a second: ends calls that are overdue
-    jobs: Optional[Jobs] = None         # its batch engine
+    jobs: Optional[Post] = None         # its batch engine
 
 
 class Provider(NamedTuple):
@@ -1901,7 +1813,7 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     return Model(options.model, host, call, params, workers=1 if client.loopback else 4,
                  structure=structure if task.form == "keyed" else None, api_version=version, roomier=provider.roomier,
                  tick=client.end_overdue,
-                 jobs=Jobs(client, call, ENGINES[provider.api]) if provider.batches or emitted else None)
+                 jobs=Post(client, call, ENGINES[provider.api]) if provider.batches or emitted else None)
 
 
 def check_parameters(options: Settings, word: str, provider: Provider, version: Optional[str]) -> None:
@@ -2122,6 +2034,38 @@ class Client:
             self._deadlines.pop(kept.connection, None)
             if response is None or not response.kept_alive:
                 self.close()
+
+    def stream(self, head: bytes, size: int = 0, parts: Iterable[bytes] = ()) -> Generator[Any, None, None]:
+        """Send a body part by part, on a connection of its own; gives the Response without its body, then the body
+        part by part, within TRANSFER seconds.  CallFailed when it does not come whole.
+        """
+        import gzip
+        connection, due, connected = self._connection(), time.monotonic() + TRANSFER, False
+        self._deadlines[connection] = due
+        try:
+            connection.connect()
+            connected = True
+            connection.sock.settimeout(None)
+            with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
+                connection.sock.sendall(b"%b%d\r\n\r\n" % (head, size))
+                for part in parts:
+                    connection.sock.sendall(part)
+            answer = self._http.HTTPResponse(connection.sock)
+            answer.begin()
+            headers = {name.lower(): value for name, value in answer.getheaders()}
+            yield Response(answer.status, headers, b"", False)
+            body: Any = answer
+            if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip"):
+                body = gzip.GzipFile(fileobj=answer)
+            yield from iter(lambda: body.read(PART), b"")
+            if answer.length:
+                raise EOFError("the reply broke off")
+        except (OSError, EOFError, ValueError, zlib.error, self._http.HTTPException) as error:
+            late = time.monotonic() >= due
+            raise self._failure(TimeoutError() if late else error, not connected)
+        finally:
+            self._deadlines.pop(connection, None)
+            connection.close()
 
     def end_overdue(self, now: float) -> None:
         """Shut down connections whose calls are overdue: a socket's own timeout is for one read, and a slow drip would
@@ -2633,6 +2577,11 @@ class Judged(NamedTuple):
     refusal: Optional[CallFailed] = None        # the endpoint refused it, for its content or for everybody's
 
 
+def judged(ask: Ask, reply: Reply, task: Task, strict: bool, context: Mapping[str, Any]) -> Dict[str, Any]:
+    """The row of a reply, judged; `context` as for attempt_row."""
+    return attempt_row(ask, reply, validate(ask.items, reply, task, strict), task, context)
+
+
 class Flight:
     """One batch on its way through plan, from the verdicts of a former run; `first` are the calls to begin with."""
 
@@ -3015,8 +2964,7 @@ class Runner:
             if failure.kind != "rejected":
                 return failure
             reply, refusal = Reply(None, REJECTED, failure.detail), failure
-        verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
-        row = attempt_row(ask, reply, verdict, self.task, {
+        row = judged(ask, reply, self.task, self.options.order == "strict", {
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
             "arm": flight.arm, "prompt_sha": prompt_digest(prompt)})
         return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), refusal)
@@ -3244,41 +3192,142 @@ def timestamp() -> str:
 
 # ====================================================================================================================
 # BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory: what is to be
-# made stands there before it is made, and what may have been made is looked for before anything else is.  Results are
-# joined by custom id alone and judged like any reply; a provider's counters are shown and never believed.
+# made stands there before it is made, under a key that it keeps; what may have been made is looked for before it is
+# submitted again.  Requests are written as they are made, results are read line by line, joined by custom id alone
+# and judged like any reply; a provider's counters are shown and never believed.  Nothing here reads an answer.
 # ====================================================================================================================
 
-MAX_JOB_BYTES = 90_000_000              # of one job's requests: the least that providers take is 100 MB
-MAX_RESULTS = 1 << 30                   # bytes of one file of results
-POLL, MAX_POLL = 30.0, 300.0            # seconds between looks at a job, at first and at most
+MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
+MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB and up
+POLL, MAX_POLL = 2.0, 300.0             # seconds between looks at a job, at first and at most
 GRACE = 60.0                            # seconds between two looks for a job that may have been made
-NOT_MADE = frozenset({400, 401, 402, 403, 404, 413, 422})       # HTTP statuses that say that no job was made
+NO_ENGINE = frozenset({405, 501})       # HTTP statuses that say that there is nothing to make jobs with
+NOT_MADE = NO_ENGINE | {400, 401, 402, 403, 404, 413, 422, 429}     # and that no job was made
+ABSENT = frozenset({404, 410})
+TRANSFER = 3600.0                       # seconds for a file of requests or results
 SKEW = 86400.0                          # seconds that the clocks here and there may differ
 TRIES = 3                               # of a step that fails, and of rounds that bring no reply
-MAX_TROUBLES = 30                       # looks in a row that fail, over more than two hours, before a run ends
+GONE = 6                                # looks in a row that do not find a job, before that is said
+MAX_TROUBLES = 36                       # failures in a row, over more than two hours, before a run ends
+PART = 1 << 16                          # bytes that are held of a file on its way
+CHAT_URL = "/v1/chat/completions"
+Came = Union[Reply, CallFailed]        # of a request
+Given = TypeVar("Given")
 
 
-class JobNews(NamedTuple):
+class NotYet(Exception):
+    """What is waited for goes on at the provider: no failure."""
+
+
+class JobStatus(NamedTuple):
     """What a provider says of a job."""
 
     name: str                           # its id there
     status: str
     ended: bool
-    counts: Mapping[str, Any]           # the provider's own
-    places: Tuple[str, ...]             # paths of its results
-    made: float                         # when, in seconds since 1970 by the provider's clock; 0.0: it does not say
+    counts: Mapping[str, int]           # the provider's own
+    places: Sequence[str]               # paths of its results
+    made: float                         # when, in seconds since 1970 by the provider's clock
     key: str = ""                       # ours, where its metadata holds one
     file: str = ""                      # the file that holds its requests
     errors: str = ""                    # why it was refused whole
 
     def total(self, *leave_out: str) -> int:
         """The sum of its counters."""
-        return sum(count for name, count in self.counts.items() if type(count) is int and name not in leave_out)
+        return sum(count for name, count in self.counts.items() if name not in leave_out)
 
     def words(self) -> str:
         """Its status and counters, for a person."""
-        told = {name: count for name, count in self.counts.items() if type(count) is int}
-        return "%s (%s)" % (self.status, ", ".join("%s %d" % entry for entry in told.items()) or "it does not count")
+        told = ", ".join("%s %d" % entry for entry in self.counts.items())
+        return "%s (%s)" % (self.status, told or "it does not count")
+
+
+def file_status(document: Mapping[str, Any]) -> JobStatus:
+    """A batch of OpenAI's form.  Both files are read whatever the status says."""
+    status = str(document.get("status")).lower()
+    files = [document.get("output_file_id"), document.get("error_file_id")]
+    errors = an_object(document.get("errors")).get("data")
+    faults = errors if isinstance(errors, list) else []
+    words = ["line %s: %s: %s" % (fault.get("line"), fault.get("code"), fault.get("message"))
+             for fault in map(an_object, faults)]
+    return JobStatus(
+        name=str(document.get("id")),
+        status=status,
+        ended=status in ("completed", "failed", "expired", "cancelled"),
+        counts=counters_in(document),
+        places=["/files/%s/content" % in_path(name) for name in files if name],
+        made=seconds_of(document.get("created_at")),
+        key=str(an_object(document.get("metadata")).get("batch_harness")),
+        file=str(document.get("input_file_id")),
+        errors="; ".join(words))
+
+
+def message_status(document: Mapping[str, Any]) -> JobStatus:
+    """A batch of Anthropic's form.  Its results are asked for at our own base URL, not at one it names."""
+    name = str(document.get("id"))
+    status = str(document.get("processing_status"))
+    return JobStatus(
+        name=name,
+        status=status,
+        ended=status == "ended",
+        counts=counters_in(document),
+        places=["/v1/messages/batches/%s/results" % in_path(name)],
+        made=seconds_of(document.get("created_at")))
+
+
+def counters_in(document: Mapping[str, Any]) -> Dict[str, int]:
+    """What a provider counts of a job's requests."""
+    counters = an_object(document.get("request_counts"))
+    return {name: count for name, count in counters.items() if type(count) is int}
+
+
+def in_path(name: Any) -> str:
+    """A name as one part of a URL's path."""
+    import urllib.parse
+    return urllib.parse.quote(str(name), "")
+
+
+def seconds_of(moment: Any) -> float:
+    """A time of a provider or of timestamp() in seconds since 1970; 0.0 for what is none."""
+    if isinstance(moment, (int, float)):
+        return moment
+    try:
+        bare = datetime.datetime.strptime(str(moment)[:19], "%Y-%m-%dT%H:%M:%S")
+    except ValueError:
+        return 0.0
+    return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
+
+
+def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
+    """A line of results of OpenAI's form and its copies."""
+    response = an_object(line.get("response"))
+    error = line.get("error")
+    body = response.get("body")
+    if "choices" in response:                           # Fireworks puts the reply itself there
+        body = response
+    status = response.get("status_code")
+    if type(status) is not int:
+        status = 200
+    if error or not isinstance(body, dict):
+        error = an_object(error).get("error") or error                  # vLLM nests it
+        body = {"error": error or "no body"}
+        if status < 400:
+            status = 0
+    return status, body, response.get("request_id")
+
+
+def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
+    """A line of results of Anthropic's form."""
+    result = an_object(line.get("result"))
+    kind = str(result.get("type"))
+    error = an_object(result.get("error"))
+    if kind == "succeeded":
+        return 200, result.get("message"), None
+    if kind != "errored":
+        return 0, {"error": "the request was %s" % kind}, None
+    if an_object(error.get("error")).get("type") == "invalid_request_error":
+        return 400, error, error.get("request_id")
+    return 0, error, error.get("request_id")
 
 
 class Engine(NamedTuple):
@@ -3286,618 +3335,897 @@ class Engine(NamedTuple):
 
     path: str                                                   # of its jobs
     cursor: str                                                 # how the next page of their list is asked for
-    most: int                                                   # requests of one job
-    line: Callable[[str, Mapping[str, Any]], Dict[str, Any]]    # (custom id, body) -> a request
-    news: Callable[[Mapping[str, Any]], JobNews]
+    line: Mapping[str, Any]                                     # what every request has beside its custom id ...
+    body: str                                                   # ... and this: the member that holds the call's body
+    status: Callable[[Mapping[str, Any]], JobStatus]
     result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]     # a line -> (HTTP status or 0, body, request id)
     files: bool                                                 # requests go up as a file; else inside the creation
 
 
-def file_news(document: Mapping[str, Any]) -> JobNews:
-    """A batch of OpenAI's form.  Both files are read whatever the status says."""
-    import urllib.parse
-    status, made = str(document.get("status")).lower(), document.get("created_at")
-    files = [document.get("output_file_id"), document.get("error_file_id")]
-    errors = an_object(document.get("errors")).get("data")
-    words = ["line %s: %s: %s" % (entry.get("line"), entry.get("code"), entry.get("message"))
-             for entry in map(an_object, errors if isinstance(errors, list) else [])]
-    return JobNews(
-        str(document.get("id")), status, status in ("completed", "failed", "expired", "cancelled"),
-        an_object(document.get("request_counts")),
-        tuple("/files/%s/content" % urllib.parse.quote(name, "") for name in files if isinstance(name, str) and name),
-        made if isinstance(made, (int, float)) else 0.0, str(an_object(document.get("metadata")).get("batch_harness")),
-        str(document.get("input_file_id")), "; ".join(words))
-
-
-def message_news(document: Mapping[str, Any]) -> JobNews:
-    """A batch of Anthropic's form.  Its results are asked for at our own base URL, whatever URL it names."""
-    import urllib.parse
-    name, status, made = str(document.get("id")), str(document.get("processing_status")), 0.0
-    with contextlib.suppress(ValueError):
-        made = seconds_of(str(document.get("created_at")))
-    ended = status == "ended"
-    places = ("/v1/messages/batches/%s/results" % urllib.parse.quote(name, ""),) if ended else ()
-    return JobNews(name, status, ended, an_object(document.get("request_counts")), places, made)
-
-
-def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
-    """A line of results of OpenAI's form and its copies."""
-    response, error = an_object(line.get("response")), line.get("error")
-    status, body = response.get("status_code"), response.get("body")
-    status = status if type(status) is int else 200 if isinstance(body, dict) and not error else 0
-    if error or not isinstance(body, dict):
-        error = an_object(error).get("error") or error                  # vLLM nests it
-        status, body = status if status >= 400 else 0, {"error": error or "no body"}
-    return status, body, response.get("request_id")
-
-
-def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
-    """A line of results of Anthropic's form."""
-    result = an_object(line.get("result"))
-    kind, error = str(result.get("type")), an_object(result.get("error"))
-    if kind == "succeeded":
-        return 200, result.get("message"), None
-    refused = an_object(error.get("error")).get("type") == "invalid_request_error"
-    body = error if kind == "errored" else {"error": "the request was %s" % kind}
-    return 400 if refused else 0, body, error.get("request_id")
-
-
-CHAT_URL = "/v1/chat/completions"
 ENGINES: Dict[str, Engine] = {
-    "chat": Engine("/batches", "after", 50_000, lambda name, body: {
-        "custom_id": name, "method": "POST", "url": CHAT_URL, "body": body}, file_news, file_result, True),
-    "messages": Engine("/v1/messages/batches", "after_id", 100_000, lambda name, body: {
-        "custom_id": name, "params": body}, message_news, message_result, False),
+    "chat": Engine("/batches", "after", {"method": "POST", "url": CHAT_URL}, "body", file_status,
+                   file_result, True),
+    "messages": Engine("/v1/messages/batches", "after_id", {}, "params", message_status,
+                       message_result, False),
 }
 
 
-class Jobs:
-    """A provider's batch engine: makes jobs, looks for them and fetches what they brought.  Every word is masked."""
+class Post:
+    """The way to a batch engine and back, by a provider's API or by files.  Every word is masked."""
 
     def __init__(self, client: Client, endpoint: Endpoint, engine: Engine) -> None:
-        self.endpoint, self.engine, self._client = endpoint, engine, client
+        self.engine, self._client, self._endpoint = engine, client, endpoint
+        self.close = client.close               # lets go of this thread's connection
 
-    def upload(self, key: str, lines: Sequence[bytes]) -> str:
+    # ---- requests and results: no network ----
+
+    def request(self, name: str, prompt: str, extra: Mapping[str, Any]) -> bytes:
+        """A line of requests."""
+        body = self._endpoint.body(prompt, extra)
+        line = {"custom_id": name, **self.engine.line, self.engine.body: body}
+        return json.dumps(line).encode("ascii") + b"\n"
+
+    def holds(self, path: str, requests: Mapping[str, Any]) -> bool:
+        """Whether a file still holds these requests, by the digests of their prompts."""
+        found: Dict[str, str] = {}
+        try:
+            with open(path, "rb") as file:
+                for line in map(json.loads, file):
+                    prompt = line[self.engine.body]["messages"][0]["content"]
+                    found[line["custom_id"]] = prompt_digest(prompt)
+        except (OSError, ValueError, LookupError, TypeError):
+            return False
+        return found == {name: request["prompt_sha"] for name, request in requests.items()}
+
+    def outcome(self, line: Mapping[str, Any]) -> Came:
+        """What one line of results is: a reply, or why there is none."""
+        status, body, request = self.engine.result(line)
+        headers = {}
+        if isinstance(request, str):
+            headers["x-request-id"] = request
+        response = Response(status or 500, headers, json.dumps(body).encode("ascii"), True)
+        try:
+            return self._endpoint.reply(response)
+        except CallFailed as failure:
+            if not status:
+                failure.status = None
+                failure.detail = failure.detail.replace("HTTP 500: ", "", 1)
+            return failure
+
+    # ---- what is made ----
+
+    def upload(self, key: str, path: str) -> str:
         """Put a file of requests up; its id there."""
-        mark = "batch-harness-" + hashlib.sha256(b"".join(lines)).hexdigest()[:40]
-        head = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--%s\r\nContent-Disposition: '
-                'form-data; name="file"; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl\r\n\r\n')
-        data = b"%s%s\r\n--%s--\r\n" % ((head % (mark, mark, key)).encode("ascii"), b"\n".join([*lines, b""]),
-                                      mark.encode("ascii"))
-        document = self._document("POST", "/files", data, "Content-Type: multipart/form-data; boundary=" + mark)
+        import random
+        mark = "batch-harness-%032x" % random.SystemRandom().getrandbits(128)
+        field = '--%s\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n'
+        name = '; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl' % key
+        head = (field % (mark, "purpose", "") + "batch\r\n" + field % (mark, "file", name)).encode("ascii")
+        tail = ("\r\n--%s--\r\n" % mark).encode("ascii")
+        size = os.path.getsize(path)
+        parts = itertools.chain([head], parts_of(path, size), [tail])
+        kind = "Content-Type: multipart/form-data; boundary=" + mark
+        document = self._object(self._sent("/files", kind, len(head) + size + len(tail), parts))
         if not isinstance(document.get("id"), str):
             raise CallFailed("retry", "the upload brought no file id")
         return str(document["id"])
 
-    def create(self, key: str, run: str, file: str, lines: Sequence[bytes]) -> JobNews:
-        """Make a job of an uploaded file, or of the requests themselves."""
-        data = b'{"requests": [%s]}' % b", ".join(lines)
+    def create(self, key: str, run: str, file: str, path: str) -> JobStatus:
+        """Make a job of an uploaded file, or of the requests in a file here."""
         if self.engine.files:
-            data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL, "completion_window": "24h",
-                               "metadata": {"batch_harness": key, "run": run}}).encode("ascii")
-        document = self._document("POST", self.engine.path, data, JSON_BODY, "Idempotency-Key: " + key)
+            metadata = {"batch_harness": key, "run": run}
+            wanted = {"input_file_id": file, "endpoint": CHAT_URL, "completion_window": "24h", "metadata": metadata}
+            data = json.dumps(wanted).encode("ascii")
+            size, parts = len(data), iter([data])
+        else:
+            length = os.path.getsize(path) - 1          # but for the last line's end
+            lines = (part.replace(b"\n", b",") for part in parts_of(path, length))
+            size, parts = length + 16, itertools.chain([b'{"requests": ['], lines, [b"]}"])
+        kind = JSON_BODY + "\r\nIdempotency-Key: " + key
+        document = self._object(self._sent(self.engine.path, kind, size, parts))
         if not isinstance(document.get("id"), str):
             raise CallFailed("retry", "the creation brought no job id")
-        return self.engine.news(document)
+        return self.engine.status(document)
 
-    def news(self, name: str) -> JobNews:
+    def cancel(self, name: str) -> JobStatus:
+        """Call a job off."""
+        return self.engine.status(self._asked("POST", "%s/%s/cancel" % (self.engine.path, in_path(name))))
+
+    # ---- what is looked at ----
+
+    def status(self, name: str) -> JobStatus:
         """How a job stands."""
-        import urllib.parse
-        document = self._document("GET", "%s/%s" % (self.engine.path, urllib.parse.quote(name, "")))
+        document = self._asked("GET", "%s/%s" % (self.engine.path, in_path(name)))
         if document.get("id") != name:
             raise CallFailed("retry", "what came is not the job: " + self._client.mask(shown(document, 200)))
-        return self.engine.news(document)
+        return self.engine.status(document)
 
-    def listed(self) -> Iterator[JobNews]:
-        """All jobs there, in whatever order.  CallFailed where what comes is no list of them."""
-        import urllib.parse
-        after, cursors = "", set()
-        while after not in cursors:
-            cursors.add(after)
-            cursor = "&%s=%s" % (self.engine.cursor, urllib.parse.quote(after, "")) if after else ""
-            page = self._document("GET", "%s?limit=100%s" % (self.engine.path, cursor))
+    def listed(self) -> Iterator[Optional[JobStatus]]:
+        """All jobs there, in whatever order; then None where the list has more and no way to it.
+
+        CallFailed where what comes is no list of them.
+        """
+        seen: Set[str] = set()
+        cursor = ""
+        while True:
+            page = self._asked("GET", "%s?limit=100%s" % (self.engine.path, cursor))
             entries = page.get("data")
             if not isinstance(entries, list) or (page.get("has_more") and not entries):
                 raise CallFailed("retry", "what came is no list of jobs: " + shown(page, 200))
-            for news in map(self.engine.news, map(an_object, entries)):
-                after = news.name
-                yield news
-            if not page.get("has_more"):
+            jobs = [self.engine.status(an_object(entry)) for entry in entries]
+            names = {job.name for job in jobs}
+            if names and names <= seen:         # the next page is the last one again
+                yield None
                 return
-        raise CallFailed("retry", "the provider's list of jobs does not end")
+            yield from jobs
+            if not page.get("has_more", bool(entries)):         # who does not say is asked for more
+                return
+            seen |= names
+            cursor = "&%s=%s" % (self.engine.cursor, in_path(jobs[-1].name))
 
-    def fetch(self, news: JobNews, partly: bool) -> bytes:
-        """All lines that a job brought; `partly`: without a file that cannot be had.  CallFailed: lines are cut."""
-        parts: List[bytes] = []
-        for place in news.places:
-            response = self._client.exchange(self._client.head("GET", place), b"", 3600.0, MAX_RESULTS)
-            if response.status == 200:
-                parts.append(without_bom(response.body).rstrip(b"\r\n"))
-            elif not partly or response.status not in (404, 410):
-                self._refuse(response)
-        for part in filter(None, parts):
-            try:
-                json.loads(part[part.rfind(b"\n") + 1:])
-            except ValueError:
-                if not partly:
-                    raise CallFailed("retry", "the last line of the results is cut")
-        text = b"\n".join(filter(None, parts)).decode("utf-8", "surrogateescape")
-        return self._client.mask_long(text).encode("utf-8", "surrogateescape")
+    def bears(self, job: JobStatus, key: str) -> Optional[bool]:
+        """Whether a job's results carry a key; None where there are none to be seen."""
+        if job.ended:
+            with contextlib.closing(self._client.stream(self._head(job.places[0]))) as flow:
+                response = next(flow)
+                line = next(lines_of(flow), b"")
+            if response.status == 200 and line.strip():
+                return str(an_object(decoded(line)).get("custom_id")).startswith(key + "-")
+            if response.status >= 500 or response.status == 429:
+                self._refuse(response._replace(body=line))
+        return None
 
-    def close(self) -> None:
-        """Let go of this thread's connection."""
-        self._client.close()
+    def results(self, job: JobStatus, partly: bool, file: IO[bytes]) -> None:
+        """Write all lines that a job brought; `partly`: what can be had of them.  CallFailed: they are not whole."""
+        count = 0
+        for place in job.places:
+            line = b"{}"
+            with contextlib.closing(self._client.stream(self._head(place))) as flow:
+                response = next(flow)
+                if response.status != 200 and not (partly and response.status in ABSENT):
+                    self._refuse(response._replace(body=b"".join(flow)))
+                for line in lines_of(flow) if response.status == 200 else ():
+                    file.write(self._masked(line).encode("utf-8", "surrogateescape") + b"\n")
+                    count += bool(line.strip())
+            if not partly and decoded(line) is None:
+                raise CallFailed("retry", "the last line of the results is cut")
+        if not partly and count < job.total("total", "processing"):
+            raise CallFailed("retry", "its results are fewer than it counts")
+        counted = job.counts.get("completed") or job.counts.get("succeeded")
+        if not count and counted and not job.errors:
+            raise CallFailed("stop", "none of its results can be had, and it counts %d; if they are gone for good, say "
+                             "--abandon %s" % (counted, job.name))
 
-    def outcome(self, line: Mapping[str, Any]) -> Union[Reply, CallFailed]:
-        """What one line of results is: a reply, or why there is none."""
-        status, body, request = self.engine.result(line)
-        headers = {"x-request-id": request} if isinstance(request, str) else {}
-        try:
-            return self.endpoint.reply(Response(status or 500, headers, json.dumps(body).encode("ascii"), True))
-        except CallFailed as failure:
-            if not status:
-                failure.status, failure.detail = None, failure.detail.replace("HTTP 500: ", "", 1)
-            return failure
+    # ---- HTTP ----
 
-    def _document(self, method: str, path: str, data: bytes = b"", *lines: str) -> Mapping[str, Any]:
-        """The JSON object that a request gives."""
-        response = self._client.exchange(self._client.head(method, path, *lines), data)
+    def _head(self, path: str) -> bytes:
+        return self._client.head("GET", path)
+
+    def _asked(self, method: str, path: str) -> Mapping[str, Any]:
+        """The JSON object that a request without a body gives."""
+        return self._object(self._client.exchange(self._client.head(method, path), b""))
+
+    def _sent(self, path: str, lines: str, size: int, parts: Iterable[bytes]) -> Response:
+        """The response to a body that is sent part by part."""
+        flow = self._client.stream(self._client.head("POST", path, lines), size, parts)
+        response: Response = next(flow)
+        return response._replace(body=b"".join(flow))
+
+    def _object(self, response: Response) -> Mapping[str, Any]:
+        """The JSON object in a response."""
         if not 200 <= response.status < 300:
             self._refuse(response)
-        with contextlib.suppress(ValueError, RecursionError):
-            document = json.loads(self._client.mask_long(response.body.decode("utf-8", "surrogateescape")))
-            if isinstance(document, dict):
-                return document
+        document = decoded(self._masked(response.body).encode("utf-8", "surrogateescape"))
+        if isinstance(document, dict):
+            return document
         raise CallFailed("retry", "a reply with no JSON from %s; is --base-url right?" % self._client.host, billed=True)
 
+    def _masked(self, data: bytes) -> str:
+        return self._client.mask_long(without_bom(data).decode("utf-8", "surrogateescape"))
+
     def _refuse(self, response: Response) -> None:
-        text = response.body.decode("utf-8", "surrogateescape")
-        document = None
-        with contextlib.suppress(ValueError, RecursionError):
-            document = json.loads(text)
-        error = error_in(document, text)
+        error = error_in(decoded(response.body), response.body.decode("utf-8", "surrogateescape"))
         raise classify(response.status, error._replace(words=self._client.mask(error.words)),
                        retry_after(response.headers, time.time()), ())
 
 
+def parts_of(path: str, size: int) -> Iterator[bytes]:
+    """The first bytes of a file, part by part."""
+    with open(path, "rb") as file:
+        while size > 0:
+            part = file.read(min(size, PART))
+            size -= len(part) or size
+            yield part
+
+
+def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines in the parts of a file, without line feeds.  One beyond all measure is given in pieces."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+        if len(rest) > MAX_REPLY:
+            yield rest
+            rest = b""
+    if rest:
+        yield rest
+
+
+def decoded(data: bytes) -> Any:
+    """The JSON value in some bytes; None where there is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return LEDGER_JSON.decode(data.decode("utf-8", "surrogateescape"))
+    return None
+
+
 def without_bom(data: bytes) -> bytes:
     """The bytes without a byte order mark."""
-    return data[3:] if data.startswith(b"\xef\xbb\xbf") else data
+    if data.startswith(b"\xef\xbb\xbf"):
+        return data[3:]
+    return data
 
 
-def seconds_of(moment: str) -> float:
-    """A time of timestamp(), or of a provider, in seconds since 1970."""
-    bare = datetime.datetime.strptime(moment[:19], "%Y-%m-%dT%H:%M:%S")
-    return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
+# ---- job rows ----
+
+REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
+    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
+    "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 
 
-class Collected(NamedTuple):
-    """What the lines of results came to, for one job."""
-
-    outcomes: Dict[str, Union[Reply, CallFailed]]       # by custom id
-    unknown: List[str]                                  # custom ids that nobody asked under, and lines that are none
-    repeated: List[str]                                 # custom ids that came again; if the lines differ, none counts
-
-
-def sorted_lines(raw: bytes, requests: Mapping[str, Any], outcome: Callable[[Mapping[str, Any]], Any]) -> Collected:
-    """Join lines of results to requests, by custom id."""
-    found: Dict[str, bytes] = {}
-    came = Collected({}, [], [])
-    for number, line in enumerate(raw.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            document = LEDGER_JSON.decode(line.decode("utf-8", "surrogateescape"))
-        except (ValueError, RecursionError):
-            document = None
-        name = an_object(document).get("custom_id")
-        if not isinstance(name, str) or name not in requests or not document.keys() & {"response", "error", "result"}:
-            came.unknown.append("line %d, %s" % (number, "custom id " + shown(name) if isinstance(document, dict) else
-                                                 "which is no JSON object"))
-        elif name not in found:
-            found[name] = line
-            came.outcomes[name] = outcome(an_object(document))
-        else:
-            came.repeated.append(name)
-            if found[name] != line:
-                came.outcomes[name] = CallFailed("retry", "two different lines have this custom id; neither counts")
-    return came
+def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
+    """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
+    return {"batch": list(ask.ids), "text_sha": [item.digest[:32] for item in ask.items],
+            "sources": [item.source for item in ask.items], "prompt_sha": prompt_digest(prompt),
+            **{name: getattr(ask, name) for name in Ask._fields[1:]}}
 
 
-Request = Tuple[Dict[str, Any], Dict[str, Any]]         # what the ledger holds of it, and the body of the call
+def ask_of(request: Mapping[str, Any]) -> Ask:
+    """The ask that request_of was given, but for the texts of its items: a reply is judged without them."""
+    items = [Item._make(("", *members)) for members in zip(request["batch"], request["text_sha"], request["sources"])]
+    return Ask(tuple(items), *(request[name] for name in Ask._fields[1:]))
 
 
-class Rounds:
+def _is_request(value: Any) -> bool:
+    """Whether a value is what request_of makes."""
+    if not (isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in REQUEST.items())
+            and value["batch"] and _fit(value["batch"], value["text_sha"]) and len(set(value["text_sha"])) == len(
+                set(value["batch"])) == len(value["sources"]) == len(value["batch"])):
+        return False
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        keys = [None if source is None else _source_value(source) for source in value["sources"]]
+        return (min(map(len, value["batch"])) >= ID_LENGTH
+                and re.match("[0-9a-f]{12}\\Z", value["batch_id"]) is not None
+                and 0 < value["size"] < MAX_INTEGER and 0 < value["attempt"] < MAX_INTEGER
+                and not any(isinstance(key, (list, dict)) for key in keys))
+    return False
+
+
+def _is_job(row: Mapping[str, Any]) -> bool:
+    """Whether a job's row can be taken in."""
+    requests = row.get("requests", {})
+    return (row["step"] != "intent" or bool(requests)) and all(
+        name.startswith(row["key"] + "-") and _is_request(request) for name, request in requests.items()) and (
+            re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", str(row.get("at"))) is not None)
+
+
+class OpenJob(NamedTuple):
+    """A job whose results are not collected: what was to be made, and what is known of it since."""
+
+    intent: Mapping[str, Any]                   # the row from before it was made, without its requests
+    packed: bytes                               # its requests by custom id: a million are not held as objects
+    size: int                                   # how many requests
+    items: int
+    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created, collected
+    seen: Set[int]                              # numbers of requests whose reply is on the ledger
+    failed: Set[int]                            # and of which it says that no reply came
+
+    @property
+    def key(self) -> str:
+        """What it is called on the ledger."""
+        return str(self.intent["key"])
+
+    @property
+    def name(self) -> str:
+        """What it is called where it runs; "" while that is not known."""
+        return str(self.steps.get("created", {}).get("job", ""))
+
+    @property
+    def called(self) -> str:
+        """What a person calls it: the file of its requests, its name, or its key."""
+        return str(self.intent.get("file") or self.name or self.key)
+
+    def requests(self) -> Dict[str, Dict[str, Any]]:
+        """Its requests by custom id."""
+        return json.loads(zlib.decompress(self.packed))  # type: ignore[no-any-return]
+
+
+def open_job(row: Mapping[str, Any]) -> OpenJob:
+    """The job that a row intends."""
+    requests = row["requests"]
+    intent = {name: value for name, value in row.items() if name != "requests"}
+    packed = zlib.compress(json.dumps(requests).encode("ascii"), 1)
+    items = sum(len(request["batch"]) for request in requests.values())
+    return OpenJob(intent, packed, len(requests), items, {}, set(), set())
+
+
+class JobState:
+    """What is known of jobs: a second fold over the rows of a ledger.
+
+    Of one task, those that are not collected; without a task, the jobs of all tasks, `closed` ones among them.
+    """
+
+    def __init__(self, task: str = "") -> None:
+        self._task = task                               # its fingerprint
+        self.jobs: Dict[str, OpenJob] = {}              # by key
+        self.closed: Dict[str, OpenJob] = {}
+        self.names: Set[str] = set()                    # all jobs that are known, collected or not
+        self.lost: Set[str] = set()                     # keys of open jobs whose intent is damaged or gone
+        self.runs: Dict[str, Mapping[str, Any]] = {}    # their rows
+
+    def apply(self, row: Mapping[str, Any]) -> None:
+        """Take in one row."""
+        if row["event"] == "run":
+            self.runs[row["run"]] = row
+        elif row["event"] == "job":
+            self._step(row)
+        elif "custom_id" in row:
+            key, _, number = row["custom_id"].rpartition("-")
+            job = self.jobs.get(key) or self.closed.get(key)
+            if job is not None and number.isdecimal():
+                numbers = job.seen if row["event"] == "attempt" else job.failed
+                numbers.add(int(number))
+
+    def _step(self, row: Mapping[str, Any]) -> None:
+        """A step of a job: intent; then uploaded, created or disowned; collected or abandoned in the end."""
+        key, step = row["key"], row["step"]
+        self.names.add(row.get("job", ""))
+        if self._task not in ("", row["task"]):
+            return
+        if step == "intent":
+            self.jobs[key] = open_job(row)
+            return
+        job = self.jobs.get(key) or self.closed.get(key)
+        ends = step in ("collected", "abandoned")
+        if job is not None:
+            job.steps[step] = row
+        elif not ends:
+            self.lost.add(key)
+        if job is not None and step == "disowned":
+            job.steps.pop("created", None)
+        if ends:
+            self.lost.discard(key)
+            self.jobs.pop(key, None)
+        if ends and job is not None and not self._task:
+            self.closed[key] = job
+
+
+# ---- results ----
+
+ORDINAL = re.compile(r"[1-9][0-9]{0,8}\Z")
+RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
+MISSING, DIFFERENT = -1, -2             # in place of where the line for a request stands
+
+
+class Results:
+    """A file of lines of results, joined to the requests of some jobs by custom id alone."""
+
+    def __init__(self, path: str, jobs: Iterable[OpenJob], say: Speaker) -> None:
+        import array
+        self._file = open(path, "rb")
+        self._say, self._offset = say, 0
+        self._places = {job.key: array.array("q", [MISSING]) * (job.size + 1) for job in jobs}
+        self.found: Counter[str] = collections.Counter()        # key -> requests that have a line
+        self.repeated: Counter[str] = collections.Counter()     # key -> lines for a request that had one
+        self.unknown = 0                                        # lines that nobody asked for
+
+    def close(self) -> None:
+        """Let go of the file."""
+        self._file.close()
+
+    def join(self, name: str, stop: float = math.inf) -> Counter[str]:
+        """Take in the lines up to a byte; how many were joined, unknown or repeated."""
+        tally: Counter[str] = collections.Counter()
+        number = 0
+        while self._offset < stop:
+            line = self.line()
+            if not line:
+                break
+            number += 1
+            if line.strip():
+                what, words = self._join(line)
+                note(self._say, tally, name, what, "line %d, %s" % (number, words))
+            self._offset += len(line)
+        self.unknown += tally["unknown"]
+        return tally
+
+    def line(self, place: int = -1) -> bytes:
+        """The line that begins at a byte, or the next to be joined."""
+        if place < 0:
+            place = self._offset
+        self._file.seek(place)
+        return self._file.readline(MAX_REPLY)
+
+    def _join(self, line: bytes) -> Tuple[str, str]:
+        """Join one line; ("", "") or what is the matter with it, in words."""
+        document = decoded(line)
+        if not isinstance(document, dict):
+            return "unknown", "which is no JSON object"
+        key, _, word = str(document.get("custom_id")).rpartition("-")
+        places = self._places.get(key)
+        known = places is not None and ORDINAL.match(word) and int(word) < len(places)
+        if places is None or not known or not document.keys() & RESULT:
+            return "unknown", "custom id " + shown(document.get("custom_id"))
+        number = int(word)
+        if places[number] == MISSING:
+            places[number] = self._offset
+            self.found[key] += 1
+            return "joined", ""
+        if places[number] == DIFFERENT or self.line(places[number]).rstrip() != line.rstrip():
+            places[number] = DIFFERENT
+        self.repeated[key] += 1
+        return "repeated", document["custom_id"]
+
+    def outcome(self, post: Post, key: str, number: int) -> Optional[Came]:
+        """What came for a request; None where no line did."""
+        place = self._places[key][number]
+        if place == MISSING:
+            return None
+        if place == DIFFERENT:
+            return CallFailed("retry", "two different lines have this custom id; neither counts")
+        return post.outcome(an_object(decoded(self.line(place))))
+
+
+def note(say: Speaker, tally: Counter[str], job: str, what: str, words: str) -> None:
+    """Count what is the matter with a line or a request, and name the first ones."""
+    tally[what] += 1
+    if what != "joined" and tally[what] <= MAX_REPORTED:
+        say("%s, %s: %s" % (job, what, words))
+
+
+class Intake:
+    """Takes in what came of one job: every outcome becomes a row, and what is wrong is named."""
+
+    def __init__(self, jobs: Jobs, job: OpenJob, results: Results, name: str) -> None:
+        self._jobs, self._job, self._results, self._name = jobs, job, results, name
+        self._runner, self._status = jobs.runner, jobs.runner.arms[0].state.status
+        self._requests = list(job.requests().items())
+        self._owner = {item: custom_id for custom_id, request in self._requests for item in request["batch"]}
+        self._verdicts: Counter[str] = collections.Counter()
+        self._tally: Counter[str] = collections.Counter()           # of what is the matter
+        self._replies, self._news = 0, False
+
+    def take(self, **members: Any) -> bool:
+        """Record every outcome, and what is missing; whether the job is thereby collected."""
+        runner, doubtful = self._runner, []  # type: Runner, List[Tuple[int, CallFailed]]
+        for number in range(1, len(self._requests) + 1):
+            outcome = self._outcome(number)
+            if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and not outcome.certain:
+                doubtful.append((number, outcome))
+            elif outcome is not None:
+                self._record(number, outcome)
+            if runner.code:
+                return False
+        # An uncertain refusal is a verdict on a content only where more was answered: else it may hit everybody.
+        sure = len(doubtful) < self._replies or (runner.proven() and len(doubtful) < MAX_STRIKES)
+        for number, refusal in doubtful:
+            self._record(number, refusal, sure)
+            if runner.code:
+                return False
+        self._end(members)
+        if doubtful and not sure:
+            runner.stop("%d of %d requests were refused (%s); check account, model, --param and texts" % (
+                len(doubtful), len(self._requests), doubtful[0][1].detail), STOPPED)
+        return True
+
+    def _outcome(self, number: int) -> Optional[Came]:
+        """What is to be recorded of a request; None where that was done before, or its items are answered."""
+        outcome = self._results.outcome(self._jobs.post, self._job.key, number)
+        self._replies += isinstance(outcome, Reply)
+        keys = map(key_of, self._requests[number - 1][1]["text_sha"])
+        if number in self._job.seen or any(self._status.get(key, 0) & ANSWERED for key in keys):
+            return None
+        if outcome is None:
+            self._note("missing", number)
+            return CallFailed("retry", "the results hold no line for it")
+        return outcome
+
+    def _record(self, number: int, outcome: Came, sure: bool = False) -> None:
+        """Put on the ledger what came of a request."""
+        custom_id, request = self._requests[number - 1]
+        intent, ask = self._job.intent, ask_of(request)
+        names = {"run": intent["run"], "job": self._name, "custom_id": custom_id}
+        if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and (sure or outcome.certain):
+            outcome = Reply(None, REJECTED, outcome.detail)
+        if isinstance(outcome, CallFailed):
+            self._verdicts["no reply"] += len(ask.items)
+            if outcome.detail != "the results hold no line for it":
+                self._note("errored", number, ": " + outcome.detail)
+            if number not in self._job.failed:
+                self._runner.append_failure(ask, outcome, **names)
+                self._news = True
+            return
+        params = intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None
+        row = judged(ask, outcome, self._runner.task, bool(intent.get("strict")), {
+            "at": timestamp(), "ms": None, "params": params, "prompt_sha": request["prompt_sha"], **names})
+        self._runner.record(row, row_parts(row))
+        self._runner.tally.update(calls=1, replies=1)
+        self._verdicts[row["verdict"]] += len(ask.items)
+        self._news = True
+        if any(self._owner.get(item, custom_id) != custom_id for item in row.get("extra", ())):
+            self._note("crossed", number)
+
+    def _note(self, what: str, number: int, words: str = "") -> None:
+        custom_id, request = self._requests[number - 1]
+        note(self._jobs.say, self._tally, "job " + self._name, what, "%s (%s)%s" % (
+            custom_id, ", ".join(request["batch"]), words))
+
+    def _end(self, members: Mapping[str, Any]) -> None:
+        """The job is collected: say and write what it came to."""
+        lost = self._verdicts["no reply"]
+        items = self._job.items
+        self._runner.tally["unanswered"] += lost
+        if not self._news and "collected" in self._job.steps:
+            self._jobs.say("job %s: nothing new, its results were collected before" % self._name)
+            return
+        tally = {what: self._tally[what] for what in ("crossed", "missing", "errored")}
+        self._jobs.step("collected", self._job.key, job=self._name, items=items, unknown=self._results.unknown,
+                        repeated=self._results.repeated[self._job.key], **tally, **members)
+        self._jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
+            self._name, items, items - lost, counts(self._verdicts)))
+
+
+class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, and it is collected before the next begins."""
 
-    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, say: Speaker) -> None:
+    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
+                 say: Speaker) -> None:
         assert runner.model.jobs is not None
-        self.runner, self.state, self.say, self._jobs = runner, runner.arms[0].state, say, runner.model.jobs
-        self._header, self._ledger, self._round, self._fruitless = header, ledger, 0, 0
-        self._troubles = 0                      # failures in a row of what only looks
-        runner.ledger, runner.deadline = ledger, time.monotonic() + (runner.options.deadline or math.inf)
-        self._only: Optional[Set[int]] = None           # texts that this command has asked about
-        self.noted: Set[str] = set()                    # custom ids of which the ledger says that no reply came
+        self.runner, self.say, self.post = runner, say, runner.model.jobs
+        self._header, self._state, self._ledger = header, state, ledger
+        self._round = self._ordinal = self._fruitless = 0
+        self._again = False                     # this command has asked, or earlier ones, and waits for what came
+        self._only: Set[int] = set()            # under --limit, the texts asked about
+        runner.ledger = ledger
+        runner.deadline = time.monotonic() + (runner.options.deadline or math.inf)
 
     # ---- the rounds ----
 
-    def run(self) -> bool:
-        """Go on until nothing is to be asked, or only waited for; whether what is left is to be asked online."""
+    def run(self) -> None:
+        """Go on until nothing is to be asked by jobs, or only waited for."""
         before = self.runner.catch_signals()
         try:
             with self.runner.lock:              # there are no other threads; what is called expects it to be held
                 self.decided_by_hand()
-                return self._rounds()
+                while self._collected() and self._submitted():
+                    pass
         finally:
             self.say.live("")
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _rounds(self) -> bool:
-        online = self.runner.options.finish == "online"
-        while self._collected():
-            asks = self.asks()
-            fresh = [ask for ask in asks if ask.attempt == 1 and not ask.fallback]
-            if not asks or (online and not fresh):
-                return bool(asks)
-            self._submit(fresh if online else asks)
-        return False
-
     def _collected(self) -> bool:
         """Finish the jobs that are open; whether to go on."""
-        runner, jobs, came = self.runner, list(self.state.jobs.values()), self.runner.tally["replies"]
+        runner, jobs = self.runner, list(self._state.jobs.values())
+        came = runner.tally["replies"]
         for job in jobs:
             if not runner.code:
                 self._finish(job)
-        self._fruitless = self._fruitless + 1 if (jobs or self._round) and runner.tally["replies"] == came else 0
+        if runner.tally["replies"] > came:
+            self._fruitless = 0
+        elif jobs or self._round:
+            self._fruitless += 1
         if self._fruitless == TRIES:
             runner.stop("%d rounds of jobs brought no reply" % TRIES, STOPPED)
         return not runner.code
 
+    def _submitted(self) -> bool:
+        """Make jobs of all that is to be asked now; whether there was any."""
+        asks = self.asks()
+        if self.runner.options.finish == "online":
+            asks = (ask for ask in asks if ask.attempt == 1 and not ask.fallback)
+        made = False
+        for job in self.intents(asks, "provider"):
+            self._make(job, True)
+            made = True
+            if self.runner.code:
+                break
+        return made and not self.runner.code
+
     def decided_by_hand(self) -> None:
         """What a person says of jobs that the program cannot decide about: --adopt and --abandon."""
-        options, jobs = self.runner.options, self.state.jobs
-        undecided = [key for key, job in jobs.items() if not job.name]
+        options, jobs = self.runner.options, self._state.jobs
+        undecided = [job for job in jobs.values() if not job.name]
         if options.adopt and len(undecided) != 1:
             raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
                 options.adopt, len(undecided), self._ledger.path))
         if options.adopt:
-            self._adopt(jobs[undecided[0]], options.adopt)
-        named = [key for key, job in jobs.items() if options.abandon in (key, job.name)]
+            self._adopt(undecided[0], options.adopt)
+        named = [job for job in jobs.values() if options.abandon in (job.key, job.name, job.called)]
         if options.abandon and not named:
             raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
-                options.abandon, self._ledger.path, ", ".join(job.name or key for key, job in jobs.items()) or "none"))
-        for key in named if options.abandon else ():
-            self.step("abandoned", key, detail="by hand")
+                options.abandon, self._ledger.path, ", ".join({job.called for job in jobs.values()}) or "none"))
+        for job in named if options.abandon else ():
+            self._abandon(job)
         # Who asks for a part, or again for what is in quarantine, gets that once, and not anew in each round.
-        self._only = self._keys(job.intent for job in jobs.values()) or None
+        self._again = bool(jobs)
+        for job in jobs.values() if options.limit else ():
+            self._only.update(key_of(sha) for request in job.requests().values() for sha in request["text_sha"])
 
     def _adopt(self, job: OpenJob, name: str) -> None:
         """Take a person's word for it that a job is ours, where nothing speaks against it."""
-        key, requests = job.intent["key"], job.intent["requests"]
         try:
-            news = self._call(lambda: self._jobs.news(name))
+            status = self._call(lambda: self.post.status(name))
         except CallFailed as failure:
             raise HarnessError("--adopt %s: %s; check the name" % (name, failure.detail))
         file = job.steps.get("uploaded", {}).get("file")
-        other = self._jobs.engine.files and news.key != key and news.file != file
-        if other or name in self.state.job_names or news.total("completed", "failed") not in (0, len(requests)):
-            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (name, news.words()))
-        self.step("created", key, job=name, by_hand=True)
+        other = self.post.engine.files and status.key != job.key and status.file != file
+        if other or name in self._state.names or status.total("completed", "failed") not in (0, job.size):
+            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (name, status.words()))
+        self.step("created", job.key, job=name, by_hand=True)
+
+    def _abandon(self, job: OpenJob) -> None:
+        """Give a job up for good, and call it off at its provider."""
+        if job.intent.get("engine") == "provider":
+            self.say("job %s is abandoned; %s" % (job.called, self._called_off_there(job)))
+        self.step("abandoned", job.key, detail="by hand")
+
+    def _called_off_there(self, job: OpenJob) -> str:
+        if not job.name:
+            return "its name is not known: if the provider lists it, cancel it there"
+        if not self.runner.options.batch_api:
+            return "it goes on at the provider: cancel it there"
+        try:
+            return "the provider was told to cancel it: " + self._call(lambda: self.post.cancel(job.name)).words()
+        except CallFailed as failure:
+            return "it could not be cancelled, and may go on and cost (%s)" % failure.detail
+
+    # ---- what is to be asked ----
 
     def pending(self) -> Pending:
         """What is to be asked now."""
-        options, state = self.runner.options, self.state
-        again = self._round or self._only is not None
-        if again:
+        arm, options, only = self.runner.arms[0], self.runner.options, None  # type: Pending, Settings, Optional[Set[int]]
+        if self._again and options.limit:
+            only = self._only
+        if self._again:
             options = options._replace(limit=None, retry_quarantined=False)
-        only = self._only if again and self.runner.options.limit else None
-        for key, flags in state.status.items():
-            state.status[key] = flags & ~TAKEN if only is None or key in only else flags | TAKEN
-        return Pending(self.runner.arms[0].source, state, self.runner.arms[0].size, options)
+        status = arm.state.status
+        for key, flags in status.items():
+            status[key] = flags & ~TAKEN
+            if only is not None and key not in only:
+                status[key] = flags | TAKEN
+        return Pending(arm.source, arm.state, arm.size, options)
 
-    def asks(self) -> List[Ask]:
+    def left(self) -> int:
+        """How many calls are to be made now."""
+        return sum(len(flight.first) for flight in self.pending().flights())
+
+    def asks(self) -> Iterator[Ask]:
         """All calls that are to be made now."""
-        asks = [ask for flight in self.pending().flights() for _, ask in flight.first]
-        self._only = (self._only or set()) | {key_of(item.digest) for ask in asks for item in ask.items}
+        pending = self.pending()
+        self._again = True
         self._round += 1
-        return asks
+        for flight in pending.flights():
+            for _, ask in flight.first:
+                if self.runner.options.limit:
+                    self._only.update(key_of(item.digest) for item in ask.items)
+                yield ask
 
-    @staticmethod
-    def _keys(intents: Iterable[Mapping[str, Any]]) -> Set[int]:
-        return {key_of(sha) for intent in intents for request in intent["requests"].values()
-                for sha in request["text_sha"]}
-
-    def portions(self, asks: Sequence[Ask], most: int, most_bytes: float) -> Iterator[List[Request]]:
-        """Asks as requests, in groups that one job can take."""
-        runner, group, size = self.runner, [], 0    # type: Runner, List[Request], int
+    def intents(self, asks: Iterator[Ask], engine: str, **members: Any) -> Iterator[OpenJob]:
+        """Asks as jobs, each of as many as one can take, put on the ledger before they are made."""
         for ask in asks:
-            prompt = build_prompt(ask.items, runner.task, runner.prompt_head)
-            structure = runner.model.structure(ask.ids) if runner.model.structure is not None else {}
-            again = runner.retry_params if ask.attempt > 1 or ask.fallback else {}
-            body = self._jobs.endpoint.body(prompt, {**structure, **again})
-            length = len(json.dumps(body)) + 200
-            if group and (len(group) == most or size + length > most_bytes):
-                yield group
-                group, size = [], 0
-            group.append((request_of(ask, prompt), body))
-            size += length
-        if group:
-            yield group
+            key = self._intended(itertools.chain([ask], asks), engine, members)
+            if self.runner.code:
+                return
+            yield self._state.jobs[key]
 
-    def intend(self, group: Sequence[Request], ordinal: int, kind: str) -> Tuple[str, List[bytes]]:
-        """Put on the ledger what is about to be made, as (its key, the lines of requests)."""
-        marks = [self.runner.run_id, str(self._round), str(ordinal), *(request["prompt_sha"] for request, _ in group)]
-        key = hashlib.sha256("\n".join(marks).encode("ascii")).hexdigest()[:24]
-        requests = {"%s-%d" % (key, number): request for number, (request, _) in enumerate(group, 1)}
-        line = self._jobs.engine.line
-        lines = [json.dumps(line(name, body)).encode("ascii") for name, (_, body) in zip(requests, group)]
-        manifest = [json.dumps({"custom_id": name, "id": id_, "text_sha": sha, "source": source,
-                                "rubric_version": self.runner.task.rubric_version}).encode("ascii")
-                    for name, request in requests.items()
-                    for id_, sha, source in zip(request["batch"], request["text_sha"], request["sources"])]
-        self._evidence(key, "requests", lines)
-        self._evidence(key, "manifest", manifest)
+    def _intended(self, asks: Iterator[Ask], engine: str, members: Mapping[str, Any]) -> str:
+        """Write the requests of one job, and put it on the ledger; its key."""
+        self._ordinal += 1
+        marks = "%s\n%d\n%d" % (self.runner.run_id, self._round, self._ordinal)
+        key = hashlib.sha256(marks.encode("ascii")).hexdigest()[:24]
+        requests: Dict[str, Dict[str, Any]] = {}
+        write_whole(self.evidence(key, "requests"), functools.partial(self._write_requests, key, asks, requests),
+                    "--ledger")
+        write_whole(self.evidence(key, "manifest"), functools.partial(self._write_manifest, requests), "--ledger")
         self.runner.begin(self._header)
-        self.step("intent", key, engine=kind, round=self._round, ordinal=ordinal, requests=requests,
-                  strict=self.runner.options.order == "strict" or None, retry_params=self.runner.retry_params)
+        self.step("intent", key, engine=engine, round=self._round, ordinal=self._ordinal, requests=requests,
+                  strict=self.runner.options.order == "strict" or None, retry_params=self.runner.retry_params, **members)
         self._ledger.sync()                     # before anything that costs money is made
-        return key, lines
+        return key
+
+    def _write_requests(self, key: str, asks: Iterator[Ask], requests: Dict[str, Dict[str, Any]],
+                        file: IO[bytes]) -> None:
+        """Write a line for each ask that the job can take, and note what the ledger is to hold of it."""
+        runner, size = self.runner, 0
+        for number, ask in enumerate(itertools.islice(asks, MAX_REQUESTS), 1):
+            prompt = build_prompt(ask.items, runner.task, runner.prompt_head)
+            extra: Dict[str, Any] = {}
+            if runner.model.structure is not None:
+                extra.update(runner.model.structure(ask.ids))
+            if ask.attempt > 1 or ask.fallback:
+                extra.update(runner.retry_params)
+            name = "%s-%d" % (key, number)
+            requests[name] = request_of(ask, prompt)
+            size += file.write(self.post.request(name, prompt, extra))
+            if size > MAX_JOB_BYTES:
+                break
+
+    def _write_manifest(self, requests: Mapping[str, Mapping[str, Any]], file: IO[bytes]) -> None:
+        """Write a line for each item: evidence, for who joins results by hand."""
+        for name, request in requests.items():
+            for id_, sha, source in zip(request["batch"], request["text_sha"], request["sources"]):
+                row = {"custom_id": name, "id": id_, "text_sha": sha, "source": source,
+                       "rubric_version": self.runner.task.rubric_version}
+                file.write(json.dumps(row).encode("ascii") + b"\n")
 
     def step(self, step: str, key: str, **members: Any) -> None:
         """Put a step of a job on the ledger, under the run that intended it."""
-        runner, job = self.runner, self.state.jobs.get(key)
-        run = runner.run_id if job is None else job.intent["run"]
-        runner.append_event("job", **{"run": run, "step": step, "key": key, "stage": runner.task.stage,
-                                      "task": runner.task.fingerprint, **members})
+        runner = self.runner
+        job = self._state.jobs.get(key) or self._state.closed.get(key)
+        row = {"at": timestamp(), "run": job.intent["run"] if job else runner.run_id, "step": step, "key": key,
+               "stage": runner.task.stage, "task": runner.task.fingerprint, **members}
+        if runner.append_event("job", **row) is not None:
+            self._state.apply({"event": "job", **row})
 
-    def _evidence(self, key: str, what: str, lines: Sequence[bytes]) -> None:
-        folder = os.path.splitext(self._ledger.path)[0] + "-jobs"
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise HarnessError("cannot make the folder %s: %s; make room for it" % (folder, error.strerror))
-        write_whole(os.path.join(folder, "%s-%s.jsonl" % (key, what)),
-                    lambda file: file.write(b"\n".join([*lines, b""])), "--ledger")
+    def evidence(self, key: str, what: str) -> str:
+        """Where something lies beside the ledger."""
+        return os.path.join(evidence_folder(self._ledger.path), "%s-%s.jsonl" % (key, what))
 
     # ---- one job ----
 
-    def _submit(self, asks: Sequence[Ask]) -> None:
-        for ordinal, group in enumerate(self.portions(asks, self._jobs.engine.most, MAX_JOB_BYTES), 1):
-            key, lines = self.intend(group, ordinal, "provider")
-            if not self.runner.code:
-                self._make(self.state.jobs[key], lines)
-            if self.runner.code:
+    def _make(self, job: OpenJob, fresh: bool) -> None:
+        """Make the job that was intended, under its key; what may have been made is looked for first."""
+        post, key, path = self.post, job.key, self.evidence(job.key, "requests")
+        files = post.engine.files
+        doubt = not fresh and ("uploaded" in job.steps or not files)
+        if files and "uploaded" not in job.steps:
+            if not post.holds(path, job.requests()):
+                self.step("abandoned", key, detail="it was not made, and its requests are gone from " + path)
                 return
-
-    def _make(self, job: OpenJob, lines: Sequence[bytes]) -> None:
-        """Make the job that was intended.  Where it is not known whether it was made, it is looked for."""
-        key, file = job.intent["key"], ""
-        try:
-            if self._jobs.engine.files:
-                file = self._patiently(lambda: self._jobs.upload(key, lines))
-                self.step("uploaded", key, file=file)
+            uploaded = self.persist("no job was made", lambda troubles: post.upload(key, path))
+            if uploaded is not None:
+                self.step("uploaded", key, file=uploaded)
                 self._ledger.sync()
-        except CallFailed as failure:
-            self._give_up(key, failure)
-        for left in range(TRIES - 1, -1, -1):
-            if self.runner.code:                        # the last step may not be on the ledger
-                return
+        looks = 2 * doubt
+        file = job.steps.get("uploaded", {}).get("file", "")
+
+        def attempt(troubles: int) -> JobStatus:
+            nonlocal looks, doubt
+            if looks:
+                found, hidden = self._found(job)
+                if found is not None:
+                    return found
+                looks -= 1
+                if looks:
+                    raise CallFailed("retry", "looking for a job that may have been made" + hidden, wait=GRACE)
+            if not files and not post.holds(path, job.requests()):
+                raise CallFailed("stop", "its requests are gone from %s; put that back, or say --abandon %s" % (
+                    path, key))
             try:
-                news = self._call(lambda: self._jobs.create(key, self.runner.run_id, file, lines), True)
+                return post.create(key, job.intent["run"], file, path)
             except CallFailed as failure:
-                if failure.status in NOT_MADE and (failure.kind == "stop" or not left):
-                    self._give_up(key, failure)
-                elif failure.status in NOT_MADE:        # a file that was just uploaded may not be seen yet
-                    self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
-                else:
-                    self.say("it is not known whether a job was made (%s); looking for it" % failure.detail)
-                    self._wait(failure.wait or 0.0, failure.detail)
-                    self._look_for(job)
-                    return
-            else:
-                self._made(job, news, len(lines))
-                return
+                if failure.status in NO_ENGINE:
+                    raise CallFailed("stop", "there is no batch engine (%s); leave --batch-api out, or `emit` a file" % (
+                        failure.detail))
+                if failure.status not in NOT_MADE:
+                    looks, doubt = 2, True
+                    detail = "it is not known whether a job was made (%s); looking for it" % failure.detail
+                    raise CallFailed("retry", detail, wait=max(GRACE, failure.wait or 0.0))
+                if failure.status != 429 and troubles + 1 >= TRIES:
+                    failure.kind = "stop"               # a file that was just uploaded may not be seen yet
+                raise
 
-    def _give_up(self, key: str, failure: CallFailed) -> None:
-        self.step("abandoned", key, detail=failure.detail)
-        self.runner.stop("no job was made: " + failure.detail, STOPPED)
+        status = self.persist("no job was made", attempt, makes=True)
+        if status is not None:
+            self.step("created", key, job=status.name)
+            self._ledger.sync()
+            self.say("job %s: %d requests about %d items, %s" % (status.name, job.size, job.items, status.status))
+        elif self.runner.code == STOPPED and not doubt:
+            self.step("abandoned", key, detail=self.runner.reason)
 
-    def _made(self, job: OpenJob, news: JobNews, count: int) -> None:
-        self.step("created", job.intent["key"], job=news.name)
-        self._ledger.sync()
-        self.say("job %s: %d requests about %d items, %s" % (
-            news.name, count, sum(len(request["batch"]) for request in job.intent["requests"].values()), news.status))
+    def _found(self, job: OpenJob) -> Tuple[Optional[JobStatus], str]:
+        """The job of an intent in the provider's list, and in words what of the list cannot be seen.
 
-    def _look_for(self, job: OpenJob) -> None:
-        """Find the job of an intent in the provider's list; that it is not there is known after two looks."""
-        key, requests = job.intent["key"], job.intent["requests"]
-        ours: Optional[JobNews] = None
-        looks = 0
-        while ours is None and looks < 2 and not self.runner.code:
-            self._wait(GRACE, "looking for a job that may have been made")
-            try:
-                ours, doubtful = self._call(functools.partial(self._found, job))
-            except CallFailed as failure:
-                self._heed(failure, "the provider's list cannot be read")
-                continue
-            looks, self._troubles = 0 if doubtful else looks + 1, 0
-            if ours is None and doubtful:
-                words = "job %s may be the one that was to be made, and cannot be looked into yet" % doubtful[0]
-                if self.runner.options.no_wait:
-                    self.runner.stop("%s; wait until it ends, or say --adopt %s" % (words, doubtful[0]), WAITING)
-                self._wait(POLL, words + " (--adopt)")
-        if ours is not None:
-            self._made(job, ours, len(requests))
-        elif looks == 2:
-            self.say("no job was made of what was to be submitted; it is asked anew")
-            self.step("abandoned", key, detail="it is not in the provider's list")
-
-    def _found(self, job: OpenJob) -> Tuple[Optional[JobNews], List[str]]:
-        """The job of an intent in the provider's list, or the names of those that may be it.
-
-        Where a job carries no key, its custom ids tell, which are to be had once it has ended.
+        NotYet: one may be it, and cannot be looked into.  Where a job carries no key, its custom ids tell, which are
+        to be had once it has ended.
         """
-        requests, doubtful = job.intent["requests"], []
-        file, since = job.steps.get("uploaded", {}).get("file"), seconds_of(job.intent["at"]) - SKEW
-        for news in self._jobs.listed():
-            if news.key == job.intent["key"] or (file is not None and news.file == file):
-                return news, []
-            fits = news.total() in (0, len(requests)) and (not news.made or news.made > since)
-            if not self._jobs.engine.files and fits and news.name not in self.state.job_names:
-                try:
-                    raw = self._jobs.fetch(news, False) if news.ended else b""
-                except CallFailed as failure:
-                    if failure.kind == "retry":
-                        raise
-                    raw = b""                           # its results are gone, or not ours to see
-                if sorted_lines(raw, requests, lambda line: None).outcomes:
-                    return news, []
-                doubtful += [] if raw else [news.name]
-        return None, doubtful
+        file = job.steps.get("uploaded", {}).get("file")
+        since = seconds_of(job.intent["at"]) - SKEW
+        doubtful = ""
+        for count, status in enumerate(self.post.listed()):
+            if status is None:
+                return None, " (the provider lists %d jobs and no more: an older one cannot be seen)" % count
+            if status.key == job.key or (file is not None and status.file == file):
+                return status, ""
+            fits = status.total() in (0, job.size) and (not status.made or status.made > since)
+            if fits and not self.post.engine.files and status.name not in self._state.names:
+                ours = self.post.bears(status, job.key)
+                if ours:
+                    return status, ""
+                if ours is None:
+                    doubtful = doubtful or status.name
+        if doubtful:
+            raise NotYet("job %s may be the one that was to be made, and cannot be looked into yet; wait until it ends, "
+                         "or say --adopt %s" % (doubtful, doubtful))
+        return None, ""
 
     def _finish(self, job: OpenJob) -> None:
         """Wait for a job, and take in what it brought."""
-        import random
         if not job.name:
-            self._look_for(job)
-        pause = POLL
-        while not self.runner.code and job.name and job.intent["key"] in self.state.jobs:
-            try:
-                news = self._call(functools.partial(self._jobs.news, job.name))
-                raw = self._results(news) if news.ended else b""
-            except CallFailed as failure:
-                self._heed(failure, "job %s cannot be asked after" % job.name)
-                continue
-            self._troubles = 0
-            if news.ended:
-                self._collect(job, news, raw)
-                return
-            words = "job %s: %s" % (job.name, news.words())
-            if self.runner.options.no_wait:
-                self.runner.stop(words, WAITING)
-            self._wait(pause * (0.9 + 0.2 * random.random()), words)
-            pause = min(MAX_POLL, 1.5 * pause)
-
-    def _results(self, news: JobNews) -> bytes:
-        """All lines of a job that has ended; looked at again where they are cut, or fewer than it counts."""
-        for left in range(TRIES, -1, -1):
-            try:
-                raw = self._call(functools.partial(self._jobs.fetch, news, not left))
-                counted = not news.errors and any(news.counts.get(word) for word in ("completed", "succeeded"))
-                if not left and not raw and counted:
-                    raise CallFailed("retry", "none of its results can be had, and it counts some")
-                if not left or news.total("total", "processing") <= raw.count(b"\n") + bool(raw):
-                    return raw  # type: ignore[no-any-return]
-            except CallFailed as failure:
-                if not left or self.runner.code or (failure.kind == "stop" and failure.status not in (404, 410)):
-                    raise
-            self._wait(POLL, "job %s: its results are not whole yet" % news.name)
-            news = self._call(functools.partial(self._jobs.news, news.name))
-        return b""
-
-    def _collect(self, job: OpenJob, news: JobNews, raw: bytes) -> None:
-        """Take in what a job brought, unless it is another's."""
-        key, requests = job.intent["key"], job.intent["requests"]
-        self._evidence(key, "results", [raw])
-        came = sorted_lines(raw, requests, self._jobs.outcome)
-        if not came.outcomes and (raw or job.steps["created"].get("by_hand")):
-            self.step("disowned", key, detail="job %s holds none of the requests" % news.name)
-            self.runner.stop("job %s holds none of the requests that were submitted (but %s)" % (
-                news.name, (came.unknown or ["nothing"])[0]), STOPPED)
+            self._make(job, False)
+        if not job.name or self.runner.code:
             return
-        if self.take_in(job, came, news.name, ended_as=news.status, counts=dict(news.counts), detail=news.errors):
-            self.say("job %s, as the provider counts: %s" % (news.name, news.words()))
-            words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % key, news.errors)
+
+        def ended(troubles: int) -> JobStatus:
+            status = self.post.status(job.name)
+            if not status.ended or self.runner.code:
+                raise NotYet("job %s: %s" % (job.name, status.words()))
+            write = functools.partial(self.post.results, status, troubles >= TRIES)
+            write_whole(self.evidence(job.key, "results"), write, "--ledger")
+            return status
+
+        status = self.persist("job %s cannot be asked after" % job.name, ended,
+                              "; if it is gone for good, say --abandon " + job.name)
+        if status is not None:
+            with contextlib.closing(Results(self.evidence(job.key, "results"), [job], self.say)) as results:
+                self._take(job, status, results)
+
+    def _take(self, job: OpenJob, status: JobStatus, results: Results) -> None:
+        """Take in what a job brought, unless it is another's."""
+        results.join("job " + job.name)
+        if not results.found and (results.unknown or job.steps["created"].get("by_hand")):
+            self.step("disowned", job.key, detail="job %s holds none of the requests" % status.name)
+            self.runner.stop("job %s holds none of the requests that were submitted; --adopt another, or --abandon %s"
+                             % (status.name, job.key), STOPPED)
+        elif Intake(self, job, results, status.name).take(ended_as=status.status, counts=dict(status.counts),
+                                                          detail=status.errors):
+            self.say("job %s, as the provider counts: %s" % (status.name, status.words()))
+            words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % job.key, status.errors)
             if words and set(re.findall(r": (\w+): ", words)) == {"token_limit_exceeded"}:
                 self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % words)
             elif words:
-                self.runner.stop("job %s was refused whole: %s" % (news.name, words[:MAX_KEPT]), STOPPED)
-
-    def take_in(self, job: OpenJob, came: Collected, name: str, **members: Any) -> bool:
-        """Record every outcome, and what is missing; whether the job is thereby collected."""
-        runner, requests = self.runner, job.intent["requests"]
-        # An uncertain refusal is a verdict on a content only where more was answered: else it may hit everybody.
-        failures = [outcome for outcome in came.outcomes.values() if isinstance(outcome, CallFailed)]
-        doubtful = [failure for failure in failures if failure.kind == "rejected" and not failure.certain]
-        proven = len(doubtful) < len(came.outcomes) - len(failures) or (
-            runner.proven() and len(doubtful) < MAX_STRIKES)
-        tally: Counter[str] = collections.Counter()
-        news = False
-        named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": [],
-                                       "errored": []}
-        owner = {id_: other for other, request in requests.items() for id_ in request["batch"]}
-        for custom_id, request in requests.items():
-            outcome = came.outcomes.get(custom_id, CallFailed("retry", "the results hold no line for it"))
-            ask = ask_of(request)
-            flags = [self.state.status.get(key_of(item.digest), 0) for item in ask.items]
-            if custom_id in job.seen or any(flag & ANSWERED for flag in flags):
-                continue                        # of a collection that was cut short, or answered meanwhile
-            named["missing"] += [custom_id] * (custom_id not in came.outcomes)
-            if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and (proven or outcome.certain):
-                outcome = Reply(None, REJECTED, outcome.detail)
-            if isinstance(outcome, Reply):
-                code, extra = self._record(job, ask, outcome, name, custom_id)
-                named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in extra)
-                tally[code] += len(ask.items)
-                news = True
-            else:
-                tally["no reply"] += len(ask.items)
-                named["errored"] += [custom_id] * (custom_id in came.outcomes)
-                if custom_id not in self.noted:
-                    runner.append_failure(ask, outcome, run=job.intent["run"], custom_id=custom_id, job=name)
-                    news = True
-            if runner.code:
-                return False
-        for what, some in named.items():
-            self._name(name, what, some[:MAX_REPORTED], requests, came)
-        items = sum(len(request["batch"]) for request in requests.values())
-        runner.tally["unanswered"] += tally["no reply"] + len(came.unknown)
-        if not news and "collected" in job.steps:
-            self.say("job %s: nothing new, its results were collected before" % name)
-            return True
-        self.step("collected", job.intent["key"], run=job.intent["run"], job=name, items=items,
-                  **{what: len(some) for what, some in named.items()}, **members)
-        self.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
-            name, items, items - tally["no reply"], counts(tally)))
-        if doubtful and not proven:
-            runner.stop("%d of %d requests were refused (%s); check account, model, --param and texts" % (
-                len(doubtful), len(requests), doubtful[0].detail), STOPPED)
-        return True
-
-    def _name(self, name: str, what: str, some: Sequence[str], requests: Mapping[str, Any], came: Collected) -> None:
-        """Say of each of some custom ids what is the matter with it."""
-        for entry in some:
-            about = " (%s)" % ", ".join(requests[entry]["batch"]) if entry in requests else ""
-            said = getattr(came.outcomes.get(entry), "detail", "") if what == "errored" else ""
-            self.say("job %s, %s: %s%s%s" % (name, what, entry, about, ": " * bool(said) + said))
-
-    def _record(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Tuple[str, Sequence[str]]:
-        """Judge a reply and append its row, as (verdict, the ids that were not asked)."""
-        runner, intent = self.runner, job.intent
-        verdict = validate(ask.items, reply, runner.task, bool(intent.get("strict")))
-        row = attempt_row(ask, reply, verdict, runner.task, {
-            "at": timestamp(), "run": intent["run"], "ms": None, "job": name, "custom_id": custom_id,
-            "params": intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None,
-            "prompt_sha": intent["requests"][custom_id]["prompt_sha"]})
-        runner.record(row, row_parts(row))
-        runner.tally.update(calls=1, replies=1)
-        return verdict.code, verdict.extra
+                self.runner.stop("job %s was refused whole: %s" % (status.name, words[:MAX_KEPT]), STOPPED)
 
     # ---- patience ----
 
-    def _call(self, function: Callable[[], Any], to_its_end: bool = False) -> Any:
+    def persist(self, what: str, do: Callable[[int], Given], advice: str = "", makes: bool = False) -> Optional[Given]:
+        """What `do` gives, which is told how often in a row it has failed, and is tried again for as long as that
+        may help; None once the run has been stopped.  `advice` is for what is not there.
+        """
+        import random
+        looks = troubles = 0
+        while not self.runner.code:
+            try:
+                return self._call(functools.partial(do, troubles), makes)
+            except NotYet as news:
+                looks, troubles = looks + 1, 0
+                wait, words, patient = 0.0, str(news), False
+            except CallFailed as failure:
+                looks, troubles = 0, troubles + 1
+                absent = advice and failure.status in ABSENT
+                words = "%s: %s%s" % (what, failure.detail, advice if absent else "")
+                if (failure.kind == "stop" and not absent) or troubles == (GONE if absent else MAX_TROUBLES):
+                    self.runner.stop(words, STOPPED)
+                wait, patient = failure.wait or 0.0, troubles <= TRIES
+            if self.runner.options.no_wait and not patient:
+                self.runner.stop(words, WAITING)
+            grown = min(MAX_POLL, POLL * 1.5 ** min(20, looks + troubles - 1))
+            self._wait(wait or grown * (0.9 + 0.2 * random.random()), words)
+        return None
+
+    def _call(self, function: Callable[[], Given], to_its_end: bool = False) -> Given:
         """What a function gives, in a thread of its own, so that it ends in time.  Signals and the deadline give up
         what only looks; what makes something is waited for.
         """
-        came: List[Tuple[Any, Optional[BaseException]]] = []
+        came: List[Given] = []
+        errors: List[BaseException] = []
 
         def work() -> None:
             try:
-                came.append((function(), None))
+                came.append(function())
             except BaseException as error:      # data for the main thread, which raises it
-                came.append((None, error))
-            self._jobs.close()
+                errors.append(error)
+            self.post.close()
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         while thread.is_alive():
@@ -3905,30 +4233,9 @@ class Rounds:
             self.runner.model.tick(time.monotonic())
             if not to_its_end and self._called_off("waiting for the provider") and thread.is_alive():
                 raise CallFailed("retry", "given up")
-        value, error = came[0]
-        if error is not None:
+        for error in errors:
             raise error
-        return value
-
-    def _patiently(self, function: Callable[[], Any]) -> Any:
-        """What a function gives that can do no harm when it is tried again."""
-        for left in range(TRIES - 1, -1, -1):
-            try:
-                return self._call(function)
-            except CallFailed as failure:
-                if not left or failure.kind == "stop" or self.runner.code:
-                    raise
-                self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
-        return None
-
-    def _heed(self, failure: CallFailed, words: str) -> None:
-        """Of a failure that says nothing about a job: wait, or stop where no call can succeed."""
-        self._troubles += 1
-        if (failure.kind == "stop" and failure.status != 404) or self._troubles == MAX_TROUBLES:
-            self.runner.stop("%s: %s" % (words, failure.detail), STOPPED)
-        elif self.runner.options.no_wait:
-            self.runner.stop("%s now: %s" % (words, failure.detail), WAITING)
-        self._wait(failure.wait or min(MAX_POLL, POLL * self._troubles), "%s (%s)" % (words, failure.detail))
+        return came[0]
 
     def _called_off(self, words: str) -> bool:
         """Whether a signal or the deadline has ended the run."""
@@ -3945,107 +4252,191 @@ class Rounds:
             time.sleep(min(0.2, seconds))
             self._called_off(words)
             if self.say.width:
-                self.say.live(fitting(["%s, %s" % (clock(time.monotonic() - began), words)], self.say.width - 1))
+                told = "%s, %s" % (clock(time.monotonic() - began), words)
+                self.say.live(fitting([told], self.say.width - 1))
             elif not spoken:
                 spoken = True
                 self.say(words)
 
 
-def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, say: Speaker) -> Runner:
+def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
+                say: Speaker) -> Runner:
     """A run whose calls go by jobs; with --finish online those after the first round do not.  The last runner."""
-    rounds = Rounds(runner, header, ledger, say)
-    if not rounds.run():
+    jobs = Jobs(runner, header, state, ledger, say)
+    jobs.run()
+    left = 0
+    if runner.options.finish == "online" and not runner.code:
+        left = jobs.left()
+    if not left:
         return runner
-    say("the rest is asked online: %d calls, and more where they fail" % len(rounds.asks()))
-    online = Runner(runner.task, runner.model, [rounds.pending()], runner.options)
+    say("the rest is asked online: %d calls, and more where they fail" % left)
+    online = Runner(runner.task, runner.model, [jobs.pending()], runner.options)
     online.figures, online.tally, online.deadline = runner.figures, runner.tally, runner.deadline
     online.run(ledger, header, say)
     return online
 
 
-def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, out: Speaker) -> int:
-    """Write the requests of a round to a file, in OpenAI's batch form."""
-    rounds = Rounds(runner, header, ledger, out)
+# ---- files of requests, and of results ----
+
+def evidence_folder(ledger: str) -> str:
+    """The folder beside a ledger that holds what jobs were made of, and what they brought."""
+    folder = os.path.splitext(ledger)[0] + "-jobs"
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise HarnessError("cannot make the folder %s: %s; make room for it" % (folder, error.strerror))
+    return folder
+
+
+def check_target(path: str) -> None:
+    """HarnessError when `emit` would write over something else than requests."""
+    if os.path.isfile(path) and b'"method": "POST"' not in beginning(path):
+        raise HarnessError("%s exists and holds no requests; name another file" % path)
+
+
+def beginning(path: str) -> bytes:
+    """The first bytes of a file, enough to see what it is."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(500)
+    except OSError as error:
+        raise HarnessError("cannot read %s: %s; check the name" % (path, error.strerror))
+
+
+def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
+                  out: Speaker) -> int:
+    """Write the requests of a round to files, in OpenAI's batch form."""
+    jobs, options = Jobs(runner, header, state, ledger, out), runner.options
+    parts, share, made = 1, sys.maxsize, 0
     with runner.lock:
-        rounds.decided_by_hand()
-        for key, job in runner.arms[0].state.jobs.items():
+        jobs.decided_by_hand()
+        for job in state.jobs.values():
             raise HarnessError("the results of %s are not collected; `collect` them, or --abandon %s" % (
-                job.name or "a file of requests", key))
-        group = next(rounds.portions(rounds.asks(), sys.maxsize, math.inf), None)
-        if group is None:
-            state = runner.arms[0].state
-            out("nothing to do: %d of %d items answered, %d quarantined" % tuple(map(
-                state.count, (ANSWERED, FROZEN, QUARANTINED))))
-            return closing_words(runner, state.count(ANSWERED), state.count(QUARANTINED), out)
-        key, lines = rounds.intend(group, 1, "file")
-        if runner.code:
-            return closing_words(runner, 0, 0, out)
-        try:
-            write_whole(runner.options.file, lambda file: file.write(b"\n".join([*lines, b""])), "the file")
-        except HarnessError as error:
-            rounds.step("abandoned", key, detail=str(error))
-            raise
-        rounds.step("created", key, job="file %s" % runner.options.file)
-    out("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
-        len(lines), sum(len(request["batch"]) for request, _ in group), runner.options.file,
-        ledger.path))
+                job.called, job.called))
+        if options.parts > 1:
+            count = jobs.left()
+            parts = max(1, min(options.parts, count))
+            share = max(1, -(-count // parts))
+        names = [options.file]
+        if options.parts > 1:
+            root, ending = os.path.splitext(options.file)
+            names = ["%s-%d-of-%d%s" % (root, number, parts, ending) for number in range(1, parts + 1)]
+        for name in names:
+            check_target(name)
+        asks = jobs.asks()
+        for name in names:
+            made += emit_part(jobs, itertools.islice(asks, share), name)
+    status = runner.arms[0].state
+    if not made and not runner.code:
+        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(map(
+            status.count, (ANSWERED, FROZEN, QUARANTINED))))
+    if not made:
+        return closing_words(runner, status.count(ANSWERED), status.count(QUARANTINED), out)
     return runner.code
 
 
-class Emitted:
-    """What a ledger knows of the jobs that `emit` made, of those that some results name."""
+def emit_part(jobs: Jobs, asks: Iterator[Ask], path: str) -> int:
+    """Write one file of requests; how many it holds."""
+    made = list(jobs.intents(asks, "file", file=path))
+    requests = [jobs.evidence(job.key, "requests") for job in made]
+    if not made or jobs.runner.code:
+        return 0
+    try:
+        write_whole(path, lambda file: [file.write(part) for name in requests for part in read_parts(name)], "the file")
+    except HarnessError as error:
+        for job in made:
+            jobs.step("abandoned", job.key, detail=str(error))
+        raise
+    for job in made:
+        jobs.step("created", job.key, job="file " + path)
+    count = sum(job.size for job in made)
+    jobs.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
+        count, sum(job.items for job in made), path, jobs.runner.options.ledger))
+    return count
 
-    def __init__(self, raw: bytes) -> None:
-        self.jobs: Dict[str, OpenJob] = {}
-        self.runs: Dict[str, Mapping[str, Any]] = {}
-        self.noted: Set[str] = set()                    # custom ids of which it says that no reply came
-        self._keys = set(re.findall(rb'"custom_id"\s*:\s*"([0-9a-f]{24})-\d+"', raw))
 
-    def take(self, row: Mapping[str, Any]) -> None:
-        """Take in a row."""
-        key = row["key"] if row["event"] == "job" else str(row.get("custom_id")).rpartition("-")[0]
-        if row["event"] == "run":
-            self.runs[row["run"]] = row
-        elif row["event"] == "job" and row["step"] == "intent":
-            if key.encode("utf-8") in self._keys and row.get("engine") == "file" and row["run"] in self.runs:
-                self.jobs[key] = OpenJob(row, {}, set())
-        elif row["event"] == "job" and key in self.jobs:
-            self.jobs[key].steps[row["step"]] = row
-        elif row["event"] in ("attempt", "failure") and key in self.jobs:
-            (self.jobs[key].seen if row["event"] == "attempt" else self.noted).add(row["custom_id"])
+def read_parts(path: str) -> Iterator[bytes]:
+    """The parts of a file, or of what a gzipped one holds, without a byte order mark; HarnessError where it cannot
+    be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            stream: Any = file
+            if file.peek(2)[:2] == b"\x1f\x8b":
+                import gzip
+                stream = gzip.GzipFile(fileobj=file)
+            yield without_bom(stream.read(PART))
+            yield from iter(lambda: stream.read(PART), b"")
+    except (OSError, EOFError, zlib.error) as error:
+        raise HarnessError("cannot read %s: %s; check it" % (path, getattr(error, "strerror", None) or error))
+
+
+def copied(paths: Sequence[str], folder: str) -> Tuple[str, List[int]]:
+    """Copy files into one, named by its content, in a folder: its path, and where each of them ends in it."""
+    digest, ends = hashlib.sha256(), []  # type: Any, List[int]
+
+    def write(file: IO[bytes]) -> None:
+        for path in paths:
+            for part in itertools.chain(read_parts(path), [b"\n"]):
+                file.write(part)
+                digest.update(part)
+            ends.append(file.tell())
+    path = os.path.join(folder, "collecting-%d.jsonl" % os.getpid())
+    write_whole(path, write, "--ledger")
+    kept = os.path.join(folder, "collected-%s.jsonl" % digest.hexdigest()[:24])
+    os.replace(path, kept)
+    return kept, ends
+
+
+def looks_like(line: bytes) -> str:
+    """What a file that holds no results is, by its first line."""
+    document = decoded(line)
+    if not line.strip():
+        return "its first line is blank"
+    if not isinstance(document, dict):
+        return "its first line is no JSON object: %s" % shown(line.decode("utf-8", "replace"))
+    if "method" in document or "params" in document:
+        return "it holds requests; name what the engine wrote"
+    if "custom_id" not in document:
+        return "its lines have no custom_id; they have %s" % ", ".join(sorted(document)[:8])
+    if not document.keys() & RESULT:
+        return "its lines have no response and no error; they have %s" % ", ".join(sorted(document)[:8])
+    return "its first custom_id, %s, is of no request that `emit` put on this ledger" % shown(document["custom_id"])
 
 
 def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
-    files, options = ", ".join(options.files), options._replace(workers=1)
-    raw = b"\n".join(without_bom(read_whole(path)) for path in options.files)
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
-    with contextlib.closing(Ledger(options.ledger)) as ledger:
-        emitted = Emitted(raw)
-        ledger.replay(emitted.take)
-        requests = {name: request for job in emitted.jobs.values() for name, request in job.intent["requests"].items()}
-        if not requests:
-            raise HarnessError("no line of %s has the custom id of a request that `emit` put on %s; check both names"
-                               % (files, options.ledger))
-        client = Client("http://localhost", 1.0, [], "")                # never asked: it reads what others brought
-        reader = Jobs(client, Endpoint(client, APIS["chat"], {}), ENGINES["chat"])
-        came, left = sorted_lines(raw, requests, reader.outcome), 0
-        if not came.outcomes:
-            raise HarnessError("%s holds no results; name the engine's output" % files)
-        for job in emitted.jobs.values():
-            run, mine = emitted.runs[job.intent["run"]], job.intent["requests"]
-            task, model = load_task(run["task"], run["form"]), Model(run["model"], "", reader.endpoint, jobs=reader)
-            state = State(task)
-            ledger.replay(state.apply)
-            runner = Runner(task, model, [Pending(Sample(options.ledger, []), state, 1, options)], options)
-            rounds = Rounds(runner, dict, ledger, say)
-            rounds.noted = emitted.noted
+    with contextlib.ExitStack() as stack:
+        ledger, state = stack.enter_context(contextlib.closing(Ledger(options.ledger))), JobState()
+        ledger.replay(state.apply)
+        jobs = [job for job in (*state.closed.values(), *state.jobs.values())
+                if job.intent.get("engine") == "file" and job.intent["run"] in state.runs]
+        path, ends = copied(options.files, evidence_folder(options.ledger))
+        results = stack.enter_context(contextlib.closing(Results(path, jobs, say)))
+        odd = []
+        for name, end in zip(options.files, ends):
+            first = results.line()
+            tally = results.join(name, end)
+            say("%s, lines: %s" % (name, counts(tally)))
+            if not tally["joined"] and not tally["repeated"]:
+                odd.append("%s: %s" % (name, looks_like(first)))
+        if not results.found:
+            os.remove(path)
+            raise HarnessError("no line of %s is the result of a request that `emit` put on %s; check both names" % (
+                ", ".join(options.files), options.ledger), odd)
+        for words in odd:
+            say(words)
+        left = results.unknown
+        runners = collecting_runners(options, ledger, state, [job for job in jobs if job.key in results.found])
+        name = "file " + options.files[0]
+        if len(options.files) > 1:
+            name += " and %d more" % (len(options.files) - 1)
+        for job, runner in runners:
             with runner.lock:
-                rounds.take_in(job, Collected(
-                    {name: outcome for name, outcome in came.outcomes.items() if name in mine}, came.unknown,
-                    [name for name in came.repeated if name in mine]), "file " + files)
-            came.unknown.clear()                                        # named once
+                Intake(Jobs(runner, dict, state, ledger, say), job, results, name).take()
+            results.unknown = 0                                         # counted once
             left += runner.tally["unanswered"] + runner.tally["quarantined"]
             if runner.code:
                 return closing_words(runner, 0, 0, out)
@@ -4053,13 +4444,24 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     return QUARANTINED_LEFT if left else DONE
 
 
-def read_whole(path: str) -> bytes:
-    """The bytes of a file; HarnessError when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise HarnessError("cannot read %s: %s; check the name" % (path, error.strerror))
+def collecting_runners(options: Settings, ledger: Ledger, state: JobState,
+                       jobs: Sequence[OpenJob]) -> List[Tuple[OpenJob, Runner]]:
+    """For each job what records its results: the task and the model's name are those of the run that asked."""
+    client = Client("http://localhost", 1.0, [], "")                    # never asked: it reads what others brought
+    endpoint = Endpoint(client, APIS["chat"], {})
+    post = Post(client, endpoint, ENGINES["chat"])
+    states: Dict[str, State] = {}
+    made = []
+    for job in jobs:
+        run = state.runs[job.intent["run"]]
+        if run["fingerprint"] not in states:
+            states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
+        answers = states[run["fingerprint"]]
+        model = Model(run["model"], "", endpoint, jobs=post)
+        pending = Pending(Sample(options.ledger, []), answers, 1, options)
+        made.append((job, Runner(answers.task, model, [pending], options._replace(workers=1))))
+    ledger.replay(lambda row: [answers.apply(row) for answers in states.values()])
+    return made
 
 
 # ====================================================================================================================
@@ -5681,9 +6083,10 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("run", "--finish", "how later rounds go (default jobs)", dict(choices=("jobs", "online"))),
         ("run", "--no-wait", "leave as soon as jobs are submitted (exit code 4)", YES),
         ("run", "--adopt", "this job is the one that may have been made", dict(metavar="JOB")),
-        ("run emit", "--abandon", "never mind the results of this job: its items are asked again",
+        ("run emit", "--abandon", "cancel this job, ignore its results, ask its items again",
          dict(metavar="JOB")),
         ("emit", "file", "the requests, in OpenAI's batch form", dict(metavar="FILE")),
+        ("emit", "--parts", "write N files: FILE-1-of-N and on", dict(type=POSITIVE, metavar="N")),
         ("collect", "files", "results, in OpenAI's batch form", dict(nargs="+", metavar="FILE"))],
     "reading": [
         ("explain", "id", "an id, the beginning of one, or your own key of its first row", dict(metavar="ID")),
@@ -5797,9 +6200,8 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
     files += [os.path.realpath(options.file)] if options.command == "emit" else []
     if len(set(files)) < len(files):
         raise HarnessError("--ledger, --input, --task or the file of `emit` name one file; name another")
-    if options.command == "emit" and os.path.isfile(options.file) and b'"method": "POST"' not in read_whole(
-            options.file)[:200]:
-        raise HarnessError("%s exists and holds no requests; name another file" % options.file)
+    if options.command == "emit":
+        check_target(options.file)
     if options.baseline is not None:
         replay(options.baseline, lambda line: None)         # refused here, before anything is made, where it is none
     sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
@@ -5817,11 +6219,12 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
         arms = [Pending(asked, state if state.arm == arm else State(task, arm, state.status), size, options)
                 for arm, size in sizes]
 
-        known = len(state.status)
+        known, jobs = len(state.status), JobState(task.fingerprint)
 
         def take(row: Mapping[str, Any]) -> None:
             for pending in arms:
                 pending.state.apply(row)
+            jobs.apply(row)
         if not options.dry_run:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
             ledger.replay(take)
@@ -5830,10 +6233,10 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
         if len(state.status) > known:                           # the ledger has brought other texts
             check_collision(source, state, options.id_length)
         check_ledger(options, model, state)
-        check_jobs(options, model, state)
+        check_jobs(options, model, jobs)
         runner = Runner(task, model, arms, options)
         if ledger is not None:
-            return ask_all(runner, ledger, frozen, say, out)
+            return ask_all(runner, ledger, frozen, jobs, say, out)
         flight = next(runner.flights, None)
         if flight is not None:
             out(build_prompt(flight.first[0][1].items, task) + "\n", wrap=False)
@@ -5852,7 +6255,7 @@ def check_ledger(options: Settings, model: Model, state: State) -> None:
                            % (kinds[0], model.name, kinds[1]))
 
 
-def check_jobs(options: Settings, model: Model, state: State) -> None:
+def check_jobs(options: Settings, model: Model, state: JobState) -> None:
     """HarnessError when jobs cannot be made of this model, or open ones would be asked a second time."""
     kind = "provider" if options.batch_api else "file" if options.command == "emit" else ""
     if kind and model.jobs is None:
@@ -5868,15 +6271,15 @@ def check_jobs(options: Settings, model: Model, state: State) -> None:
     ways = {"file": "`collect` its results, or `emit` with --abandon %s",
             "provider": "say --batch-api, alone or with --abandon %s"}
     for key, job in state.jobs.items():
-        made, asked = str(job.intent.get("engine")), state.asked_of(job.intent["run"])
+        made, run = str(job.intent.get("engine")), state.runs.get(job.intent["run"], {})
+        asked = run.get("model"), run.get("host")
+        named = job.called if job.name else "a job that may have been made"
         if made == kind == "provider" and asked != (model.name, model.host):
             raise HarnessError("%s was asked of %s at %s, and this is %s at %s; take it up there first" % (
-                job.name or "a job that may have been made", *asked, model.name, model.host))
-        if made != kind and options.abandon not in (key, job.name):
-            count = sum(len(request["batch"]) for request in job.intent["requests"].values())
+                named, *asked, model.name, model.host))
+        if made != kind and options.abandon not in (key, job.name, job.called):
             raise HarnessError("%d items wait for the results of %s; %s" % (
-                count, job.name or "a job that may have been made",
-                ways.get(made, "%s") % (key if made == "file" else job.name or key)))
+                job.items, named, ways.get(made, "%s") % job.called))
 
 
 def outlook(runner: Runner, frozen: Frozen) -> str:
@@ -5917,7 +6320,7 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         first, "\n".join(lines), runner.model.host)
 
 
-def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: Speaker) -> int:
+def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
     damaged, torn = ledger.history.damaged, ledger.history.torn
@@ -5939,9 +6342,9 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         say("no --instruction given; asking: " + task.instruction)
     header = functools.partial(run_header, runner, frozen)
     if options.command == "emit":
-        return emit_requests(runner, header, ledger, out)
+        return emit_requests(runner, header, jobs, ledger, out)
     if options.batch_api:
-        runner = run_by_jobs(runner, header, ledger, say)
+        runner = run_by_jobs(runner, header, jobs, ledger, say)
     else:
         runner.run(ledger, header, say)
     answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
@@ -6009,7 +6412,7 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     if code == WAITING:
         out("waiting: %s; run the same command again to go on" % reason)
     elif code:
-        out("stopped early: %s; then run the same command again to go on" % reason)
+        out("stopped early: " + reason + "; then run the same command again to go on" * ("--abandon" not in reason))
     if code:
         return code
     if quarantined and options.command == "trial":
