@@ -43,7 +43,30 @@ As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
 from __future__ import annotations
 
+import _thread
+import os
+import signal
+import sys
+import time
+
+
+def leave(words: bytes) -> None:
+    """End this process at once, as an interrupted one, with a line for a terminal that may take nothing."""
+    def write() -> None:
+        os.write(2, words)
+        os._exit(130)
+    try:
+        _thread.start_new_thread(write, ())
+        time.sleep(0.5)
+    finally:
+        os._exit(130)
+
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda number, frame: leave(b"batch_harness: interrupted; nothing was called\n"))
+
 import argparse
+import binascii
 import collections
 import contextlib
 import datetime
@@ -56,16 +79,17 @@ import itertools
 import json
 import math
 import operator
-import os
 import re
-import signal
 import string
-import sys
 import threading
-import time
-import zlib
+import weakref
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
                     NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union)
+
+try:
+    import zlib
+except ImportError:             # some Pythons are built without it; only what is compressed needs it
+    zlib = None  # type: ignore[assignment]
 
 __version__ = "0.1"
 
@@ -88,7 +112,7 @@ VERDICTS: Dict[str, str] = {
     "unknown_field": "a field that was not asked for",
     "missing_field": "a field that was asked for is not there",
     "bad_value": "a value breaks its rule; the detail names field and rule",
-    "empty_answer": "a blank string where an answer should be",
+    "empty_answer": "a blank string, or nothing visible, where an answer should be",
     "stale_rubric": "an element echoes another rubric version",
     "rejected": "the endpoint refused this content (HTTP 400, 413 or 422)",
 }
@@ -98,16 +122,19 @@ NORMALISATIONS: Dict[str, str] = {
     "bom": "a byte order mark around the reply was dropped",
     "white_space": "white space around the reply was dropped",
     "fence": "one code fence around the whole reply was taken off",
-    "reasoning": "a reasoning block that ended before the JSON began was dropped",
+    "reasoning": "a reasoning block, or channels before the final one, that ended before the JSON began, was dropped",
     "bare_object": "in a call of one item, one bare object stood for a list of one",
     "id_spelling": "an id was stripped and lowercased",
     "id_integer": "an id of digits only was written as a JSON integer",
 }
 
-CUT_FINISHES = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded"})
-REFUSED_FINISHES = frozenset({"content_filter", "refusal"})
-FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource"})     # the endpoint broke off: no reply
+# Why a reply ended, compared as sent: Gemini's words are in capitals, "sensitive" and "network_error" are Zhipu's.
+CUT_FINISHES = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded", "MAX_TOKENS"})
+REFUSED_FINISHES = frozenset({"content_filter", "refusal", "sensitive", "SAFETY", "PROHIBITED_CONTENT", "RECITATION",
+                              "BLOCKLIST", "SPII"})
+FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource", "network_error"})    # no reply
 REJECTED = "rejected"                                           # our own finish: the endpoint refused the prompt
+MISPLACED = "json_in_reasoning"                                 # our own finish: all that came was beside the content
 
 DONE, QUARANTINED_LEFT, USAGE, STOPPED, WAITING, INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXITS: Dict[int, str] = {
@@ -124,6 +151,7 @@ MAX_DEPTH = 64                  # of JSON in replies and tasks: deeper than any 
 MAX_DIGITS = 4300               # of one integer: what Python from 3.11 on refuses to convert, made the same everywhere
 MAX_INTEGER = 1 << 63           # of what is counted: tokens, rows, attempts
 MAX_REPORTED = 20               # bad input lines shown before the count alone goes on
+ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 MAX_KEPT = 500                  # characters of an endpoint's words that are shown or put on the ledger
 
 
@@ -220,6 +248,19 @@ def _finite(spelled: str) -> float:
     return float(spelled)
 
 
+def _figures(spelled: str) -> str:
+    return spelled.lower().partition("e")[0].replace(".", "").strip("-0")
+
+
+def _exact(spelled: str) -> float:
+    """A float that is written back as the same decimal value; ValueError where the number would be rounded."""
+    value = _finite(spelled)
+    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures are an equal value.
+    if spelled != repr(value) and _figures(spelled) != _figures(repr(value)):
+        raise ValueError("the number %s would be rounded to %r" % (shown(Spelled(spelled), 40), value))
+    return value
+
+
 def _integer(digits: str) -> int:
     if len(digits) > MAX_DIGITS:
         raise ValueError("an integer of more than %d digits" % MAX_DIGITS)
@@ -230,7 +271,7 @@ INPUT_JSON = json.JSONDecoder(
     object_pairs_hook=_members, parse_constant=_finite, parse_float=Spelled,
     parse_int=lambda digits: Spelled(digits) if digits == "-0" or len(digits) > 300 else int(digits))
 REPLY_JSON = json.JSONDecoder(
-    object_pairs_hook=_members, parse_constant=_finite, parse_float=_finite, parse_int=_integer)
+    object_pairs_hook=_members, parse_constant=_finite, parse_float=_exact, parse_int=_integer)
 LEDGER_JSON = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
@@ -265,39 +306,77 @@ def too_deep(value: Any, left: int = MAX_DEPTH) -> bool:
 
 
 Record = Tuple[int, Any, Optional[str]]             # line, the record (an object or a string), what is wrong
+AS_LINES = 'to_json("items.jsonl", orient="records", lines=True)'
+ARRAY_GAP = re.compile(r"\s*(\[\s*\]|[][,]?)\s*")   # what stands before a value of an array, or ends it
 
 
 def read_jsonl(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows; the first row decides the kind."""
-    kind: Any = None
+    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows."""
     for number, raw in enumerate(lines, 1):
         try:
             text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
-            if not text:
-                continue
-            record = whole_value(INPUT_JSON, text)
+            if text:
+                yield number, whole_value(INPUT_JSON, text), None
         except UnicodeDecodeError as error:
             yield number, None, "invalid UTF-8 at byte %d; convert the file to UTF-8" % (error.start + 1)
         except (ValueError, RecursionError) as error:
             yield number, None, "not JSON: " + _why_not_json(text, error)
-        else:
-            if type(record) not in (dict, str):
-                yield number, None, "%s; write one object or one string a line" % kind_of(record)
-            elif kind not in (None, type(record)):
-                yield number, None, "%s where the first row is %s; use one kind" % (kind_of(record), kind_of(kind()))
-            else:
-                kind = type(record)
-                yield number, record, None
 
 
 def _why_not_json(text: str, error: Exception) -> str:
-    if text[:2] in ("[", "[{", "]"):
-        return "this looks like a JSON array; write one object a line"
     if text.endswith(("},", '",')):
         return "a comma after the value; write no commas between lines"
     if isinstance(error, json.JSONDecodeError):
         return "%s at character %d; one object or string a line, or --input-format text" % (error.msg, error.pos + 1)
     return "%s; mend the line" % (error if isinstance(error, ValueError) else "nested too deep")
+
+
+def read_array(stream: Any) -> Iterator[Record]:
+    """Records of a text stream that holds one JSON array, each under the line it begins on; one is held at a time.
+
+    Where the array breaks nothing after it can be told apart: HarnessError.
+    """
+    held, at, line, wanted = "", 0, 1, "["
+    while True:
+        gap: Any = ARRAY_GAP.match(held, at)
+        mark, place = gap.group(1), gap.end()
+        short, known = place == len(held), mark != "" and mark[0] in wanted
+        why = "it has no end" if short else "no comma between two values, or text after the end"
+        if known and mark[-1] != "]" and not short:
+            try:
+                value, end = INPUT_JSON.raw_decode(held, place)
+            except (ValueError, RecursionError) as error:
+                why = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
+                place = getattr(error, "pos", place)
+                short = why.startswith("Unterminated") or place > len(held) - 16        # no word of JSON is longer
+            else:
+                line += held.count("\n", at, place)
+                yield line, value, None
+                line += held.count("\n", place, end)
+                at, wanted = end, ",]"
+                continue
+        more = stream.read(max(HEAD, len(held) - at)) if short else ""
+        if known and mark[-1] == "]" and short and not more:
+            return
+        if not more:
+            raise HarnessError("%d: this JSON array is not whole: %s; fix it there, or write one object a line" % (
+                line + held.count("\n", at, place), why))
+        held, at = held[at:] + more, 0
+
+
+def of_one_kind(records: Iterable[Record]) -> Iterator[Record]:
+    """The records, each held to be an object or a string as the first one is."""
+    kind: Any = None
+    for number, value, error in records:
+        if error is not None:
+            yield number, value, error
+        elif type(value) not in (dict, str):
+            yield number, None, "%s; write one object or one string a line" % kind_of(value)
+        elif kind not in (None, type(value)):
+            yield number, None, "%s where the first row is %s; use one kind" % (kind_of(value), kind_of(kind()))
+        else:
+            kind = type(value)
+            yield number, value, None
 
 
 def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
@@ -342,9 +421,50 @@ def read_csv(lines: Iterable[bytes], delimiter: str = ",") -> Iterator[Record]:
             if len(set(header)) != len(header):
                 raise HarnessError("%d: two columns have one name (%s); rename one" % (line, ", ".join(header)))
         elif len(cells) != len(header):
-            yield line, None, "%d cells under a header of %d; quote delimiters in cells" % (len(cells), len(header))
+            yield line, None, "%d cells under a header of %d (%s); quote delimiters in cells, or delete what stands " \
+                "above the header" % (len(cells), len(header), shown(delimiter.join(header)))
         else:
             yield line, dict(zip(header, cells)), None
+
+
+def delimiter_of(text: str, usual: str, fits: Callable[[List[str]], bool]) -> str:
+    """The delimiter under which the first row of a text is the header that is looked for, or has the most columns."""
+    import csv
+    headers: Dict[str, List[str]] = {usual: []}
+    for delimiter in (usual, *",;\t|"):
+        with contextlib.suppress(csv.Error, StopIteration):
+            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            headers[delimiter] = [name.strip() for name in next(filter(None, rows))]
+    found = [delimiter for delimiter, header in headers.items() if fits(header)]
+    return (found or sorted(headers, key=lambda delimiter: -len(headers[delimiter])))[0]
+
+
+def member(record: Any, name: str) -> Any:
+    """A field by its name; where there is none of that name, a dotted one leads inside.  KeyError: there is none."""
+    if not isinstance(record, dict) or name not in record and "." not in name:
+        raise KeyError(name)
+    outer, _, inner = name.partition(".")
+    return record[name] if name in record else member(record.get(outer), inner)
+
+
+@functools.lru_cache(maxsize=100)
+def no_field(name: str, names: Tuple[str, ...]) -> str:
+    """What to say where a record with these names lacks one, and which of them may be meant."""
+    import difflib
+    likely = [other for other in names if other.endswith("." + name)]
+    spelled = {other.lower(): other for other in names}
+    likely += [spelled[other] for other in difflib.get_close_matches(name.lower(), spelled, 1)]
+    words = "--text-field " + shown(likely[0]) if likely else "--text-field"
+    inside = " (it lies inside another)" if likely and "." in likely[0] else ""
+    return "no field %s; it has %s: name the text with %s%s" % (
+        shown(name), ", ".join(map(shown, names[:MAX_REPORTED])) or "none", words, inside)
+
+
+def is_table(record: Any) -> bool:
+    """Whether a record is a whole table by columns or by index, as pandas' to_json writes it unless told otherwise."""
+    columns = list(record.values()) if isinstance(record, dict) else []
+    return bool(columns) and all(isinstance(column, dict) and column for column in columns) and any(
+        name.isdigit() for name in (*record, *columns[0]))
 
 
 class RowTemplate(string.Template):
@@ -397,7 +517,14 @@ class InputSpec(NamedTuple):
                 raise ValueError("blank text; remove the row")
             return Row(line, text, key)
         except ValueError as problem:
-            return Row(line, "", key, str(problem))
+            table = "a whole table in one object; write one object a line, in pandas with " + AS_LINES
+            return Row(line, "", key, table if is_table(value) else str(problem))
+
+    def fits(self, header: Sequence[str]) -> bool:
+        """Whether a table with these columns has what the text is made of."""
+        with contextlib.suppress(ValueError):
+            return self._text(dict.fromkeys(header, "text")) != ""
+        return False
 
     def _text(self, record: Mapping[str, Any]) -> str:
         if self.template is not None:
@@ -407,10 +534,12 @@ class InputSpec(NamedTuple):
                 return self.template.substitute(scalars)
             except KeyError as missing:
                 raise ValueError("no text or number in field %s; --template uses it" % shown(missing.args[0]))
-        if self.text_field not in record:
-            raise ValueError("no field %s; it has %s: name the text with --text-field" % (
-                shown(self.text_field), ", ".join(map(shown, list(record)[:8])) or "none"))
-        text = record[self.text_field]
+        try:
+            text = member(record, self.text_field)
+        except KeyError:
+            inner = ("%s.%s" % (outer, name) for outer, value in record.items() if isinstance(value, dict)
+                     for name in value)
+            raise ValueError(no_field(self.text_field, tuple(itertools.islice(itertools.chain(record, inner), 1000))))
         if type(text) is not str:
             raise ValueError("field %s is %s; it must be a string" % (shown(self.text_field), kind_of(text)))
         return text
@@ -419,9 +548,10 @@ class InputSpec(NamedTuple):
         name = "id" if self.id_field is None else self.id_field
         if name not in record and self.id_field is None:
             return None
-        if name not in record:
+        try:
+            key = member(record, name)
+        except KeyError:
             raise ValueError("no field %s; --id-field names it" % shown(name))
-        key = record[name]
         if isinstance(key, (list, dict)):
             raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
         if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
@@ -431,9 +561,18 @@ class InputSpec(NamedTuple):
 
 FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".txt": "text",
            ".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite"}
-READERS: Dict[str, Callable[[Iterable[bytes]], Iterator[Record]]] = {
-    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": lambda lines: read_csv(lines, "\t"),
+READERS: Dict[str, Callable[[Any], Iterator[Record]]] = {
+    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": read_csv,
     "sqlite": read_jsonl}               # tables are spooled as JSONL
+NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
+HEAD = 1 << 16                          # bytes that an input is recognised by
+FOREIGN = {                             # how files begin that are none of these -> what they are; what to do
+    rb"PK\x03\x04.*(?:xl/|\[Content_Types)": "an Excel workbook; save the sheet as CSV UTF-8",
+    rb"PK\x03\x04": "a zip archive; unpack it and name the file in it",
+    rb"\xd0\xcf\x11\xe0": "an old Excel workbook; save the sheet as CSV UTF-8",
+    rb"PAR1[^\t\r\n -~]": "a Parquet file; write it as JSONL, in pandas with read_parquet(FILE)." + AS_LINES,
+    rb"SQLite format 3\x00": "an SQLite database; add --input-format sqlite, and --table or --query",
+    rb"BZh\d1AY&SY|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed and not by gzip; decompress it"}
 
 
 class Source:
@@ -444,37 +583,74 @@ class Source:
         self.name = "standard input" if spec.path == "-" else spec.path
         ending = os.path.splitext(re.sub(r"\.gz\Z", "", spec.path))[1].lower()
         self._format = spec.format or ("jsonl" if spec.path == "-" else FORMATS.get(ending, ""))
+        self._wrapping: Any = ()                        # of io.TextIOWrapper, where the lines are not those of bytes
         self._spool: Optional[IO[bytes]] = None
-        if not self._format:
-            raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or sqlite"
-                               % (self.name, shown(ending)))
-        if spec.query and self._format != "sqlite":
+        if os.path.isdir(spec.path):
+            raise HarnessError("%s is a folder; name a file in it" % self.name)
+        if spec.query and self._format not in ("", "sqlite"):
             raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; leave them out, or add "
                                "--input-format sqlite" % (self.name, self._format))
         try:
             if self._format == "sqlite" or spec.path == "-" or not os.path.isfile(spec.path):
                 self._fill_spool()
-            self._open().close()
-        except (OSError, HarnessError) as error:
+            with self._open() as file, unzipped(file) as stream:
+                self._read = self._reader(b"" if self._format == "sqlite" else stream.read(HEAD))
+            if not self._format:
+                raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or "
+                                   "sqlite" % (self.name, shown(ending)))
+        except (*NOT_READ, HarnessError) as error:
             self.close()
             raise error if isinstance(error, HarnessError) else HarnessError(
-                "cannot read %s: %s; check --input" % (self.name, error.strerror or error))
+                "cannot read %s: %s; check --input" % (self.name, getattr(error, "strerror", None) or error))
 
     def rows(self) -> Iterator[Row]:
         """Every row, good or bad, in the order of the input."""
         try:
-            with self._open() as file:
-                zipped = file.read(2) == b"\x1f\x8b"
-                file.seek(0)
-                if zipped:
-                    import gzip
-                lines: Any = gzip.open(file, "rb") if zipped else file
-                rows = map(self.spec.row, READERS[self._format](lines))
+            with self._open() as file, unzipped(file) as stream, self._wrapped(stream) as lines:
+                records = self._read(lines)
+                first = next(records, None)
+                if first is None and self._format != "sqlite":
+                    raise HarnessError(" it holds no rows (of CSV, the first line is the header); check --input")
+                records = of_one_kind(records if first is None else itertools.chain([first], records))
+                rows = map(self.spec.row, records)
                 yield from rows if self.spec.shard == (1, 1) else filter(self.spec.holds, rows)
-        except (EOFError, OSError, zlib.error) as error:
+        except NOT_READ as error:
             raise HarnessError("%s: %s; is the file whole?" % (self.name, error))
         except HarnessError as error:
             raise HarnessError("%s:%s" % (self.name, error))
+
+    def _reader(self, head: bytes) -> Callable[[Any], Iterator[Record]]:
+        """How the input is to be read, as its first bytes show; HarnessError where it is of no such kind."""
+        for begin, words in FOREIGN.items():
+            if re.match(begin, head, re.S):
+                raise HarnessError("%s is %s" % (self.name, words))
+        nuls = [head[place::2].count(0) for place in (0, 1)]
+        encoding = "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
+        # Without a mark, the NULs of UTF-16 stand in one of two places, and are many.
+        if not encoding and max(nuls) > max(2, 8 * min(nuls), len(head) // 32):
+            import shlex
+            wide, (base, ending) = "UTF-16LE" if nuls[0] < nuls[1] else "UTF-16BE", os.path.splitext(self.spec.path)
+            raise HarnessError("%s is in %s without a byte order mark; type: iconv -f %s -t UTF-8 %s > %s" % (
+                self.name, wide, wide, shlex.quote(self.spec.path), shlex.quote(base + "-utf8" + ending)))
+        text = head.decode(encoding or "utf-8-sig", "replace")
+        if self._format == "jsonl" and text.lstrip()[:1] == "[":
+            self._wrapping = (encoding or "utf-8-sig", "surrogateescape")
+            return read_array
+        read = READERS.get(self._format, read_text)
+        if self._format in ("csv", "tsv"):
+            usual = "," if self._format == "csv" else "\t"
+            read = functools.partial(read_csv, delimiter=delimiter_of(text, usual, self.spec.fits))
+        elif self._format == "text" and encoding and "\t" in text.partition("\n")[0] and self.spec.format is None:
+            raise HarnessError("%s is a table in UTF-16, as Excel saves Unicode Text; add --input-format tsv (or "
+                               "text, where each line is one text)" % self.name)
+        newline = "\r" if "\r" in text and "\n" not in text else "\n"
+        if not encoding and newline == "\n":
+            return read
+        self._wrapping, back = (encoding or "latin-1", "surrogateescape", newline), "utf-8" if encoding else "latin-1"
+        return lambda lines: read(line.encode(back, "surrogateescape") for line in lines)
+
+    def _wrapped(self, stream: Any) -> Any:
+        return io.TextIOWrapper(stream, *self._wrapping) if self._wrapping else stream
 
     def close(self) -> None:
         """Let go of the spool."""
@@ -521,6 +697,16 @@ class Source:
             raise HarnessError("cannot read %s: %s; check --input, --table and --query" % (self.name, error))
 
 
+def unzipped(file: IO[bytes]) -> Any:
+    """The content of a file that may be gzipped."""
+    zipped = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    if not zipped:
+        return file
+    import gzip
+    return gzip.open(file, "rb")
+
+
 def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]) -> Iterator[Row]:
     """Yield the good rows; then HarnessError names the first bad lines, unless skip_bad and any row was good.
 
@@ -537,6 +723,8 @@ def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]
             if count <= MAX_REPORTED:
                 bad.append("%s:%d: %s" % (name, row.line, row.error))
     seen["bad"] = count
+    if count and not good and all(": no field " in line for line in bad):       # a wrong name, and no bad row
+        raise HarnessError(bad[0])
     if count and not (skip_bad and good):
         first = " (the first %d are shown)" % MAX_REPORTED if count > MAX_REPORTED else ""
         raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
@@ -621,7 +809,7 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
         if name in ("id", "rubric_version") or not name.strip():
             raise HarnessError("task: %s: the name is blank, or used by the reply form; rename it" % where)
         check_schema(schema, where)
-        if any(isinstance(x, str) and not x.strip() for x in labels_of(schema) or ()) and schema.get("minLength") != 0:
+        if any(is_blank(label, schema) for label in labels_of(schema) or ()):
             raise HarnessError("task: %s has a blank label, and a blank answer counts as none; add minLength 0" % where)
 
 
@@ -640,49 +828,61 @@ def canonical(value: Any) -> Any:
     return (bool, value) if isinstance(value, bool) else value
 
 
-CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_",            # of ECMA-262, as Python writes them inside brackets
-           r"\s": "\\t-\\r \\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000\\ufeff"}
-INSIDE = {**CLASSES, **{mark: "\\" + mark for mark in "[&~|"}}
-OUTSIDE = {"$": r"\Z", ".": "[^\\n\\r\\u2028\\u2029]", r"\b": r"(?a:\b)", r"\B": r"(?a:\B)",
-           **{name: "[%s]" % members for name, members in CLASSES.items()},
-           **{name.upper(): "[^%s]" % members for name, members in CLASSES.items()}}
-TOKENS = (r"\\p\{\w+\}|\\x[0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\.|\[\^?\]|\[(?:\\p\{\w+\}|\\.|[^\]\\])*\]|"
-          r"\(\?(?:<?[=!]|:)?|\{\d+(?:,\d*)?\}\+?|[*+?]\+|.")
-ALIKE = r"(?:\\[tnrfv]|\\[xu][0-9a-fA-F]+|\\[^\w\s]|\(|\(\?(?:<?[=!]|:)|\{\d+(?:,\d*)?\}|[^\\\[{])\Z"
+# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike, or DIALECT translates.
+ESCAPES = r"[dDnrstfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s]"
+TOKEN = re.compile(r"(\\(?:[bBS]|%s)|\[(?!\^?\])(?:(?!--)(?:\\(?:%s)|[^\\\]]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|"
+                   r"[^(\\[{*+?])([*+]|\{\d+,\}|\?|\{(\d+)(?:,(\d+))?\})?\??" % (ESCAPES, ESCAPES))
+SPACES = r"\s\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff\s"     # at each end what begins no range
+DIALECT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACES, r"\S": "[^%s]" % SPACES}
+IN_BRACKETS = {r"\s": SPACES, **{mark: "\\" + mark for mark in "[&~|"}}
+MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
 
 
 @functools.lru_cache(maxsize=256)
-def dialect(pattern: str, inside: bool = False) -> str:
-    r"""A JSON Schema pattern (ECMA-262) in the dialect of Python's re: $ ends the text, \d, \w and \b are ASCII.
+def matcher(pattern: str) -> Any:
+    r"""A JSON Schema pattern (ECMA-262), compiled: $ ends the text, \d, \w and \b are ASCII, \s is all white space.
 
-    `inside`: it stands in brackets.  ValueError names what the two read differently and this does not translate.
+    ValueError where Python would read it differently, or where it could take for ever.
     """
-    table, parts = INSIDE if inside else OUTSIDE, []
-    if inside and "--" in pattern:
-        raise ValueError("-- in brackets in a pattern")
-    for token in re.findall(TOKENS, pattern, re.S):
-        if token in (r"\p{L}", r"\p{Letter}"):
-            parts.append(_letters() if inside else "[%s]" % _letters())
-        elif not inside and token.startswith("[") and token not in ("[]", "[^]"):
-            start = 2 if token.startswith("[^") else 1
-            parts.append(token[:start] + dialect(token[start:-1], True) + "]")
-        elif token in table or re.match(ALIKE, token, re.S):
-            parts.append(table.get(token, token))
-        else:
-            raise ValueError("%s in a pattern" % token)
-    return "".join(parts)
+    tokens, parts, end = [], [], 0
+    while end < len(pattern):
+        token = TOKEN.match(pattern, end)
+        if token is None:
+            raise ValueError("%s is read differently" % pattern[end:end + 10])
+        tokens.append(token)
+        symbol, end = token.group(1), token.end()
+        if symbol[0] == "[":
+            symbol = "[" + re.sub(r"(?s)\\.|[\[&~|]", lambda mark: IN_BRACKETS.get(mark[0], mark[0]), symbol[1:])
+        parts.append(DIALECT.get(symbol, symbol) + pattern[token.end(1):end])
+    compiled = re.compile("".join(parts), re.ASCII)
+    _check_repeats(tokens)
+    return compiled
 
 
-@functools.lru_cache(maxsize=1)
-def _letters() -> str:
-    """The letters of Unicode as ranges for a character class."""
-    runs = "".join(char if char.isalpha() else " " for char in map(chr, range(sys.maxunicode + 1))).split()
-    return "".join("%s-%s" % (run[0], run[-1]) for run in runs)
+def _check_repeats(tokens: Iterable[Any]) -> None:
+    """ValueError when a repeated group repeats inside, as in ^(a+)+$, so that a text divides in too many ways."""
+    ways = [1.0]                # of each open group
+    for token in tokens:
+        symbol, times, least, most = token.groups("")
+        if symbol[0] == "(":
+            ways.append(1.0)
+            continue
+        inside = ways.pop() if symbol == ")" else 1.0
+        repeats = float(most or least or 1)
+        if times and not least and times != "?":
+            repeats = math.inf
+        if repeats > 1:
+            inside **= repeats
+            if inside > MOST_WAYS:
+                raise ValueError("a repeated group repeats inside")
+        ways[-1] *= inside
+        if most or not least:
+            ways[-1] *= repeats
 
 
 def _is_pattern(value: Any) -> bool:
     try:
-        return isinstance(value, str) and re.compile(dialect(value)) is not None
+        return isinstance(value, str) and matcher(value) is not None
     except (re.error, ValueError, OverflowError, RecursionError):
         return False
 
@@ -707,8 +907,9 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
     "const": ("any value", lambda a: True, None, lambda option, v: bool(canonical(v) == canonical(option))),
     "minLength": (*COUNT, "string", lambda n, v: len(v) >= n),
     "maxLength": (*COUNT, "string", lambda n, v: len(v) <= n),
-    "pattern": ("a regular expression that Python reads as JSON Schema does", _is_pattern, "string",
-                lambda pattern, v: re.search(dialect(pattern), v) is not None),
+    "pattern": ("a regular expression that Python and JSON Schema read alike, and that repeats nothing inside a "
+                "repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
+                lambda pattern, v: matcher(pattern).search(v) is not None),
     "minimum": (*NUMBER, "number", lambda n, v: v >= n),
     "maximum": (*NUMBER, "number", lambda n, v: v <= n),
     "exclusiveMinimum": (*NUMBER, "number", lambda n, v: v > n),
@@ -722,6 +923,19 @@ RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?,
     "$schema": ("https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
                 lambda a, v: True),
 }
+
+
+# White space, controls and what is drawn as nothing, by code point, not by Python's own tables, which change.
+UNSEEN = re.compile(
+    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f"
+    "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a"
+    "\U000e0000-\U000e0fff]*\\Z")
+
+
+def is_blank(value: Any, schema: Any) -> bool:
+    """Whether a value shows nothing at all, in a field whose schema does not allow that by minLength 0."""
+    allowed = isinstance(schema, dict) and schema.get("minLength") == 0
+    return isinstance(value, str) and not allowed and UNSEEN.match(value) is not None
 
 
 def broken_rule(schema: Any, value: Any) -> Optional[str]:
@@ -900,6 +1114,9 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise _Refused("rejected", refusal or "")
     if refusal or finish in REFUSED_FINISHES:
         raise _Refused("refused", (refusal or "finish: %s" % finish)[:MAX_KEPT])
+    if finish == MISPLACED:
+        raise _Refused("empty_reply", "the content is empty; the JSON stands in the reasoning, which is no answer: "
+                       "turn thinking off, or the server's reasoning parser")
     cut = finish in CUT_FINISHES
     if text is None or (isinstance(text, str) and not str.strip(text, "\ufeff \t\r\n")):
         raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
@@ -911,27 +1128,53 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise _Refused("truncated", "finish: %s; %s" % (finish, refused.detail)) if cut else refused
 
 
-REASONING_END = re.compile(r"</think(?:ing)?>")
+REASONING = tuple((re.compile(opening), re.compile(end, re.S), words) for opening, end, words in (
+    # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say without an end.
+    (r"<(?:seed:)?think(?:ing)?>|\[THINK\]", r"(?:</(?:seed:)?think(?:ing)?>|\[/THINK\])(.*)",
+     "a reasoning block that does not end"),
+    (r"(?:<\|start\|>assistant)?<\|channel\|>",
+     r"<\|channel\|>final\s*(?:<\|constrain\|>json)?<\|message\|>(.*?)(?:<\|(?:return|end)\|>)?\Z",
+     "channels without a final one")))
+# A list or object of plain values.  Every JSON list or object holds one, if only itself, so that to find one is to
+# find any; and since a search from a bracket ends at the next one outside strings, the time grows as the text does.
+STRING = r'"[^"\\]*(?:\\.[^"\\]*)*"'
+PLAIN = r"(?:%s|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null)" % STRING
+INNERMOST = re.compile(r"\[\s*(?:{0}(?:\s*,\s*{0})*\s*)?\]|\{{\s*(?:{1}(?:\s*,\s*{1})*\s*)?\}}".format(
+    PLAIN, r"%s\s*:\s*%s" % (STRING, PLAIN)), re.S)
 FENCE = re.compile(r"(`{3,9}|~{3,9})[^\S\n]*(?:\w+[^\S\n]*)?\n(.*)\1\Z", re.S)    # one, around the whole text
 
 
 def _views(bare: str) -> Iterator[Tuple[List[str], str]]:
     """A text, and what is left of it under each of the wrappings it may have, with their notes."""
     yield [], bare
-    end = REASONING_END.search(bare)
-    for used, text in [([], bare), (["reasoning"], bare[end.end():].strip())] if end else [([], bare)]:
-        if used:
-            yield used, text
-        fenced = FENCE.match(text)
-        if fenced:
-            yield [*used, "fence"], fenced.group(2).strip()
+    yield from _fenced([], bare)
+    for opening, end, words in REASONING:
+        ended = end.search(bare)
+        if not ended:
+            if opening.match(bare):
+                raise _Refused("not_json", words)
+            continue
+        begun = opening.search(bare, 0, ended.start())
+        if begun and begun.start():
+            raise _Refused("not_json", "text before the reasoning")
+        if not begun and INNERMOST.search(bare, 0, ended.start()):
+            raise _Refused("not_json", "a JSON value before the end of a reasoning that never began")
+        text = ended.group(1).strip()
+        yield ["reasoning"], text
+        yield from _fenced(["reasoning"], text)
+
+
+def _fenced(used: List[str], text: str) -> Iterator[Tuple[List[str], str]]:
+    fence = FENCE.match(text)
+    if fence:
+        yield [*used, "fence"], fence.group(2).strip()
 
 
 def _unwrapped(text: str, notes: List[str]) -> Any:
     """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names.
 
-    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.  A reasoning
-    block ends in </think>; its opening tag is often part of the prompt's template and not of the reply.
+    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it is.  The opening
+    tag of a reasoning block is often part of the prompt's template and not of the reply.
     """
     body = text.strip()
     bare = body.strip("\ufeff").strip()
@@ -939,8 +1182,6 @@ def _unwrapped(text: str, notes: List[str]) -> Any:
         notes.append("white_space")
     if bare != body:
         notes.append("bom")
-    if bare.startswith(("<think>", "<thinking>")) and not REASONING_END.search(bare):
-        raise _Refused("not_json", "a reasoning block that does not end")
     for used, view in _views(bare):
         try:
             value = strict_json(view)
@@ -1024,7 +1265,7 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
         raise _Refused("stale_rubric", "%s: rubric_version %s, not %s" % (name, shown(version), task.rubric_version))
     for field, schema in task.fields.items():
         value, labels = element[field], labels_of(schema)
-        if isinstance(value, str) and not value.strip() and (isinstance(schema, bool) or schema.get("minLength") != 0):
+        if is_blank(value, schema):
             raise _Refused("empty_answer", "%s: %s is blank" % (name, shown(field)))
         rule = broken_rule(schema, value)
         # A label is the label as it was declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.
@@ -1041,7 +1282,7 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
 # ====================================================================================================================
 
 class Policy(NamedTuple):
-    """attempts: how often the same items are asked together; on_failure: then ('single', 'split', 'exclude')."""
+    """attempts: how often a batch is asked, and an item alone; on_failure: ('single', 'split', 'exclude')."""
 
     attempts: int = 2
     on_failure: str = "single"
@@ -1107,11 +1348,17 @@ def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] =
     if last_form or code == "ok":
         return
     parts = [(item,) for item in batch] if policy.on_failure == "single" else _halves(tuple(batch))
-    while parts:
-        asks = [Ask(part, 1, True, len(part) == 1, True, name, nominal) for part in parts]
+    left = [(part, 1) for part in parts]
+    while left:
+        asks = [Ask(part, attempt, True, len(part) == 1, len(part) > 1 or attempt == policy.attempts, name, nominal)
+                for part, attempt in left]
         codes = yield asks
-        failed = [ask.items for ask, code in zip(asks, codes) if code != "ok"]
-        parts = [half for part in failed if len(part) > 1 for half in _halves(part)]
+        left = []
+        for ask, code in zip(asks, codes):
+            if len(ask.items) > 1 and code != "ok":
+                left += [(half, 1) for half in _halves(ask.items)]
+            elif code != "ok" and not ask.quarantines(code):
+                left.append((ask.items, ask.attempt + 1))
 
 
 def _halves(part: Tuple[Item, ...]) -> List[Tuple[Item, ...]]:
@@ -1168,20 +1415,21 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
 # the same fold serves the append and the replay.
 # ====================================================================================================================
 
-CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f]")        # what would steer a terminal
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")        # what would steer a terminal
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # what would break a line in a terminal or an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
 NEEDED: Dict[str, Dict[str, Any]] = {                           # members that readers rely on, by kind of row
     "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
-    "attempt": {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
-                "run": str, "batch_id": str, "form": str},
+    **{event: {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
+               "run": str, "batch_id": str, "form": str} for event in ("attempt", "quarantine")},
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
-OUTCOMES = ("applied", "stale_text", "stale_rubric", "missing_row")     # of apply, for each answered item
+# Of apply, for each answered item; where several rows hold its text, the first of these that one of them came to.
+OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
 OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
     "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
     "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
-    "arms": list, "size": int, "attempt": int,
+    "arms": list, "size": int, "attempt": int, "why": dict,
     **dict.fromkeys(OUTCOMES, list)}
 
 
@@ -1223,6 +1471,12 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: M
         "reply": reply.text if isinstance(reply.text, str) else None})
 
 
+def set_aside(row: Mapping[str, Any]) -> Dict[str, Any]:
+    """The members of the row that quarantines the items of an attempt later, whose own row holds that back."""
+    names = (*NEEDED["quarantine"], "model_string", "quarantined", "detail", "arm", "job", "text_sha")
+    return {name: row[name] for name in names if name in row}
+
+
 def rederived(row: Mapping[str, Any], task: Task, strict_order: bool = False) -> Verdict:
     """What the raw reply of a row proves today."""
     items = [Item._make(("", name, name, None)) for name in row["batch"]]
@@ -1251,7 +1505,7 @@ def is_row(row: Any) -> bool:
             and all(isinstance(name, str) for name in row.get("batch", []))
             and row.get("size", 1) > 0 and row.get("attempt", 1) > 0):
         return False
-    if row["event"] != "attempt":
+    if row["event"] not in ("attempt", "quarantine"):
         named = [name for word in OUTCOMES for name in row.get(word, [])]
         return all(isinstance(name, str) for name in named) and (row["event"] != "job" or _is_job(row))
     batch, digests, accepted = row["batch"], row.get("text_sha"), row["verdict"] == "ok"
@@ -1260,7 +1514,9 @@ def is_row(row: Any) -> bool:
             or not isinstance(row.get("answers", {}), dict)
             or (accepted and set(row["answers"]) != set(batch))):
         return False
-    if not accepted and "quarantined" not in row:
+    if row["event"] == "quarantine":
+        return not accepted and row.get("quarantined") == batch and _fit(batch, digests)
+    if not accepted and "quarantined" not in row and digests is None:
         return True
     return row.get("quarantined", batch) == batch and _fit(batch, digests)
 
@@ -1293,7 +1549,7 @@ def read_ledger(path: str) -> Iterator[Line]:
                     row = whole_value(LEDGER_JSON, bare.decode("utf-8-sig" if number == 1 else "utf-8"))
                 except (ValueError, RecursionError):
                     row = None
-                yield Line(number, offset, row if is_row(row) else None, bare is not raw, zlib.crc32(bare))
+                yield Line(number, offset, row if is_row(row) else None, bare is not raw, binascii.crc32(bare))
                 offset += len(raw)
     except OSError as error:
         raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (path, error.strerror))
@@ -1350,9 +1606,10 @@ class State:
             self.demo = is_demo(row["model"])
             if row["fingerprint"] == self.task.fingerprint and "arms" in row:
                 self.sizes = row["arms"]
-        elif row["event"] == "attempt":
+        elif row["event"] in ("attempt", "quarantine"):
             mine = row["task"] == self.task.fingerprint
-            if mine and row["size"] == row["attempt"] == 1 and not row["fallback"]:
+            single = row["size"] == row["attempt"] == 1 and not row["fallback"]
+            if mine and single and row["event"] == "attempt":
                 self.singles[self._models.get(row["run"], "?")] += 1
             if row.get("arm") != self.arm:
                 return []
@@ -1385,7 +1642,8 @@ class State:
         if name not in self.open and (row["fallback"] or final):
             return                              # the batch is settled, or this call settles all of it
         opened = self.open.setdefault(name, OpenBatch(ids, row["size"], set(ids), {}))
-        opened.codes[ids, row["attempt"]] = row["verdict"]
+        # What is in quarantine is not asked again, whatever attempts today's policy has left.
+        opened.codes[ids, row["attempt"]] = REJECTED if "quarantined" in row else row["verdict"]
         if final:
             opened.left.difference_update(ids)
             if not opened.left:
@@ -1502,31 +1760,49 @@ def standing(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
     return "answered", row["answers"][dict(zip(row["text_sha"], row["batch"]))[digest[:32]]]
 
 
+LOCKED: Set[int] = set()        # descriptors of the ledgers that this process writes
+
+
+def let_go() -> None:
+    """In a child: the lock is its parent's, and would outlive the parent with this descriptor."""
+    while LOCKED:
+        os.close(LOCKED.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=let_go)
+
+
 class Ledger:
     """One append-only file of rows, one writer at a time.
 
     `append` writes a whole line, with one write where the disk takes it, and only then may the row take effect.  After
     a write has failed the next append first closes off the torn line, so that space made meanwhile saves what comes.
+    `astray` once its name leads to another file, or a part of it is gone.
     """
 
     def __init__(self, path: str) -> None:
         self.path, self.history = path, History()
         self._seq = self._crc = 0
-        self._unfinished = self._dirty = False
+        self._unfinished = self._dirty = self.astray = False
+        self._rescue = "%s.rescued-%d" % (path, time.time())
         if os.path.exists(path) and not os.path.isfile(path):
             raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
+        locks = lock_module()                   # before the file is made: where there is none, no file is left
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
         except OSError as error:
             raise HarnessError("cannot write the ledger %s: %s; name another with --ledger" % (path, error.strerror))
         try:
-            lock_file(self._fd)
+            lock_file(self._fd, locks)
+            self._size = os.fstat(self._fd).st_size
         except OSError as error:
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
                 raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
             raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
+        LOCKED.add(self._fd)
 
     def replay(self, take: Callable[[Dict[str, Any]], Any]) -> None:
         """Hand every row to `take`, in order; HarnessError when the file holds no ledger."""
@@ -1545,39 +1821,69 @@ class Ledger:
             if written < len(data) - 1:         # else the row is there, and only its newline is not
                 raise
         finally:
+            self._size += written
             there = data[len(before):written].rstrip(b"\n")
             if written:
                 self._dirty, self._unfinished = True, bool(there) and written < len(data)
             if there:
-                self._seq, self._crc = self._seq + 1, zlib.crc32(there)
+                self._seq, self._crc = self._seq + 1, binascii.crc32(there)
 
     def sync(self) -> None:
-        """Put what was appended on the disk; OSError where the disk refuses."""
-        if self._dirty:
-            self._dirty = False
+        """Put what was appended on the disk; OSError where the disk refuses, or others have meddled with the file."""
+        dirty, self._dirty = self._dirty, False
+        if dirty:
             os.fsync(self._fd)
+        mine = os.fstat(self._fd)
+        try:
+            same = os.path.samestat(os.stat(self.path), mine)
+        except FileNotFoundError:
+            same = False
+        if not same:
+            if dirty or not self.astray:
+                os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+                with open(self._fd, "rb", closefd=False) as rows, open(self._rescue, "wb") as file:
+                    rows.seek(0)
+                    file.writelines(rows)
+            self.astray = True
+            raise OSError(errno.EIO, "another program has removed, renamed or replaced it; all of its rows are saved "
+                          "in %s, move that back" % self._rescue, self.path)
+        if mine.st_size < self._size:
+            self.astray = True
+            raise OSError(errno.EIO, "another program has cut it from %d to %d bytes; go back to a copy of it, or what "
+                          "is gone is asked again" % (self._size, mine.st_size), self.path)
 
     def close(self) -> None:
-        """Sync and let another process in."""
+        """Let another process in, after what was appended is on the disk."""
         try:
-            self.sync()
+            if self._dirty:
+                self.sync()
         finally:
+            LOCKED.discard(self._fd)
             os.close(self._fd)
 
 
-def lock_file(descriptor: int) -> None:
-    """Take the writer's lock of an open file, without waiting; BlockingIOError when another process has it."""
+def lock_module() -> Any:
+    """The module that locks files: fcntl, on Windows msvcrt."""
     try:
-        import fcntl
+        import fcntl as locks
     except ImportError:
-        import msvcrt
-        os.lseek(descriptor, 1 << 40, os.SEEK_SET)      # far beyond the rows: a locked byte cannot be read by others
-        try:
-            msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            raise BlockingIOError("locked")
-    else:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(ImportError):
+            import msvcrt as locks  # type: ignore[no-redef]
+            return locks
+        raise
+    return locks
+
+
+def lock_file(descriptor: int, locks: Any) -> None:
+    """Take the writer's lock of an open file, without waiting; BlockingIOError when another process has it."""
+    if hasattr(locks, "flock"):
+        locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
+        return
+    os.lseek(descriptor, 1 << 40, os.SEEK_SET)          # far beyond the rows: a locked byte cannot be read by others
+    try:
+        locks.locking(descriptor, locks.LK_NBLCK, 1)
+    except OSError:
+        raise BlockingIOError("locked")
 
 
 # ####################################################################################################################
@@ -1637,6 +1943,7 @@ class Settings(NamedTuple):
     on_failure: str = "single"
     retry_param: Pairs = ()
     retry_quarantined: bool = False
+    keep_going: bool = False
     limit: Optional[int] = None
     max_calls: Optional[int] = None
     deadline: Optional[float] = None            # seconds
@@ -1799,6 +2106,8 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url https://NAME.../openai/v1" % word)
     api, version = APIS[provider.api], options.api_version or next(iter(provider.versions), None)
+    if url.partition("?")[0].rstrip("/").endswith(api.path):
+        raise HarnessError("the base URL ends in %s, which is added to it here; leave that off" % api.path)
     check_parameters(options, word, provider, version)
     limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
     params = {**provider.defaults, **limit, **dict(options.param)}
@@ -1852,9 +2161,13 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
+CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
+    **dict.fromkeys((9, 10), "check this machine's clock, or have the server's certificate renewed"),
+    **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
 END_OF_LINE, END_OF_HEAD = re.compile(rb"\r?\n"), re.compile(rb"\r?\n\r?\n")
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
-MAX_REPLY = 16 << 20            # bytes of one HTTP reply; a reply to 100 items has some 10 kB
+MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
+MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
 
 
 class Response(NamedTuple):
@@ -1884,11 +2197,14 @@ class Inbox:
         return part
 
     def upto(self, mark: Any) -> bytes:
-        """The bytes before a pattern, which is passed over."""
+        """The bytes before a pattern of at most four, which is passed over."""
         found = mark.search(self.data)
         while not found:
+            if len(self.data) > MAX_HEAD:
+                raise OverflowError("more than %d kB as a head" % (MAX_HEAD >> 10))
+            searched = max(0, len(self.data) - 3)       # or an endless head would be searched from its start each time
             self.data += self.more()
-            found = mark.search(self.data)
+            found = mark.search(self.data, searched)
         before, self.data = self.data[:found.start()], self.data[found.end():]
         return before
 
@@ -1918,27 +2234,39 @@ class Inbox:
                 pass
 
 
-def inflated(body: bytes, most: int) -> Iterator[bytes]:
-    """A compressed body, member by member.  EOFError: it broke off; OverflowError: too much of it."""
-    while body:
-        inflater = zlib.decompressobj(47)
-        yield inflater.decompress(body, most)
-        if inflater.unconsumed_tail:
-            raise OverflowError("more than %d MB as one reply" % (most >> 20))
-        if not inflater.eof:
-            raise EOFError("the compressed reply broke off")
-        body = inflater.unused_data
+def inflated(body: bytes, most: int, due: float) -> Iterator[bytes]:
+    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much.
+
+    It is taken in small pieces, since the end of a member costs a copy of what is left of its piece.
+    """
+    inflater = zlib.decompressobj(47)
+    for start in range(0, len(body), 4096):
+        piece = body[start:start + 4096]
+        while piece:
+            if time.monotonic() > due:
+                raise TimeoutError
+            inflater = zlib.decompressobj(47) if inflater.eof else inflater
+            part = inflater.decompress(piece, most + 1)
+            most -= len(part)
+            if most < 0:
+                raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+            yield part
+            piece = inflater.unused_data
+    if body and not inflater.eof:
+        raise EOFError("the compressed reply broke off")
 
 
-def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
-    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it."""
+def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math.inf) -> Response:
+    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it;
+    TimeoutError: it was not inflated when it was due.
+    """
     most = most or MAX_REPLY
     inbox, status = Inbox(receive, most), "100"
     while status[:1] == "1":                            # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
         version, status = first[:9], first[9:12]
         if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not re.match("[1-5][0-9][0-9]", status):
-            raise ValueError("it does not speak HTTP: " + first)
+            raise ValueError("it does not speak HTTP (or https, not http?): " + first)
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
@@ -1952,7 +2280,9 @@ def read_response(receive: Callable[[], bytes], most: int = 0) -> Response:
     else:
         body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
     if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
-        body = b"".join(inflated(body, most))
+        if zlib is None:
+            raise OverflowError("a compressed reply, and this Python has no module zlib")
+        body = b"".join(inflated(body, most, due))
     ends = length is not None or chunked or status in ("204", "304")
     kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
     return Response(int(status), headers, body, kept_alive and not inbox.data)
@@ -1990,7 +2320,13 @@ class Client:
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
         if self._tls:
             import ssl
-            self._context = ssl.create_default_context()
+            self._context, trusted = ssl.create_default_context(), os.environ.get("SSL_CERT_FILE")
+            if trusted:                                 # which is passed over in silence where it cannot be read
+                try:
+                    self._context.load_verify_locations(trusted)
+                except OSError as error:
+                    raise HarnessError("SSL_CERT_FILE names %s, which holds no certificates that can be read: %s; set "
+                                       "it to a PEM file, or unset it" % (trusted, error.strerror or error))
         logins = [] if self._proxy is None else [self._proxy.password or "", *(v[6:] for v in self._login.values())]
         pairs = [pair.partition("=") for pair in url.query.split("&")]
         secrets = [secret, *logins, *(value for _, _, value in pairs)]
@@ -2008,61 +2344,83 @@ class Client:
         return "\r\n".join(whole).encode("ascii")
 
     def exchange(self, head: bytes, data: bytes, timeout: float = 0.0, most: int = 0) -> Response:
-        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole."""
-        timeout = timeout or self._timeout
-        now, response, kept, new = time.monotonic(), None, self._kept, True
+        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole.
+
+        A kept connection may be closed without notice: one that ends before any byte came of a response is opened
+        again, once, and the request is sent again.
+        """
+        request, due = b"%b%d\r\n\r\n%b" % (head, len(data), data), time.monotonic() + (timeout or self._timeout)
+        response = None
+        while response is None:
+            response = self._exchanged(request, due, most)
+        return response
+
+    def _exchanged(self, request: bytes, due: float, most: int) -> Optional[Response]:
+        """The response to a request; None, which a new connection never gives, where a kept one was closed."""
+        now, response, kept, first = time.monotonic(), None, self._kept, b""
+        used = connected = sent = False
         try:
             # Nothing can be due on a kept connection: it is closed, or out of step.  The look costs as much as some
             # calls do, so that one that was used a moment ago is trusted, until one has failed.
             if kept.connection is not None and (self._wary or now - kept.began > 0.05) and kept.has_news():
                 self.close()
             kept.began = now
-            new, kept.connection = kept.connection is None, kept.connection or self._connection()
-            self._deadlines[kept.connection] = now + timeout
-            if new:
+            used = connected = kept.connection is not None
+            kept.connection = kept.connection or self._connection()
+            self._deadlines[kept.connection] = due
+            if not used:
                 kept.connection.connect()
                 kept.connection.sock.settimeout(None)               # from here on end_overdue is the clock
-                kept.has_news, new = news_of(kept.connection.sock), False
+                kept.has_news, connected = news_of(kept.connection.sock), True
+                weakref.finalize(kept.connection, kept.connection.sock.close)       # when its thread has ended
             sock = kept.connection.sock
-            sock.sendall(b"%b%d\r\n\r\n%b" % (head, len(data), data))
-            response = read_response(functools.partial(sock.recv, 1 << 16), most)
+            try:
+                sock.sendall(request)
+                sent = True
+            except OSError:                             # who answers before all is read, and closes, has answered
+                pass
+            first = sock.recv(1 << 16)
+            parts = itertools.chain([first], iter(functools.partial(sock.recv, 1 << 16), None))
+            response = read_response(parts.__next__, most, due)
             return response
-        except (OSError, EOFError, ValueError, OverflowError, zlib.error, self._http.HTTPException) as error:
-            self._wary = True
-            raise self._failure(TimeoutError() if time.monotonic() - now >= timeout else error, new)
+        except (OSError, EOFError, ValueError, OverflowError, ZLIB_ERROR, self._http.HTTPException) as error:
+            self._wary, late = True, time.monotonic() >= due
+            if used and not first and not late and not (sent and isinstance(error, OSError)):
+                return None
+            raise self._failure(TimeoutError() if late else error, not connected, used or bool(first))
         finally:
             self._deadlines.pop(kept.connection, None)
-            if response is None or not response.kept_alive:
+            if response is None or not (sent and response.kept_alive):
                 self.close()
 
-    def stream(self, head: bytes, size: int = 0, parts: Iterable[bytes] = ()) -> Generator[Any, None, None]:
+    def stream(self, head: bytes, size: int, parts: Iterable[bytes]) -> Iterator[Any]:
         """Send a body part by part, on a connection of its own; gives the Response without its body, then the body
-        part by part, within TRANSFER seconds.  CallFailed when it does not come whole.
+        part by part.  Each must come within --timeout, all within an hour.  CallFailed when it does not come whole.
         """
-        import gzip
-        connection, due, connected = self._connection(), time.monotonic() + TRANSFER, False
+        connection, due, connected = self._connection(), time.monotonic() + 3600.0, False
         self._deadlines[connection] = due
         try:
             connection.connect()
             connected = True
-            connection.sock.settimeout(None)
+            connection.sock.settimeout(self._timeout)
             with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
                 connection.sock.sendall(b"%b%d\r\n\r\n" % (head, size))
                 for part in parts:
                     connection.sock.sendall(part)
-            answer = self._http.HTTPResponse(connection.sock)
+            answer: Any = self._http.HTTPResponse(connection.sock)
             answer.begin()
             headers = {name.lower(): value for name, value in answer.getheaders()}
             yield Response(answer.status, headers, b"", False)
-            body: Any = answer
+            body = answer
             if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip"):
+                import gzip
                 body = gzip.GzipFile(fileobj=answer)
             yield from iter(lambda: body.read(PART), b"")
             if answer.length:
                 raise EOFError("the reply broke off")
-        except (OSError, EOFError, ValueError, zlib.error, self._http.HTTPException) as error:
+        except (*NOT_READ, ValueError, ImportError, self._http.HTTPException) as error:
             late = time.monotonic() >= due
-            raise self._failure(TimeoutError() if late else error, not connected)
+            raise self._failure(TimeoutError() if late else error, not connected, connected)
         finally:
             self._deadlines.pop(connection, None)
             connection.close()
@@ -2072,10 +2430,11 @@ class Client:
         outlive it.
         """
         import socket
-        for connection, deadline in self._deadlines.copy().items():
-            if now > deadline and connection.sock is not None:
+        for connection in list(self._deadlines):
+            sock = connection.sock                      # meanwhile its thread may close it, or begin its next call
+            if sock is not None and now > self._deadlines.get(connection, math.inf):
                 with contextlib.suppress(OSError):
-                    socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)       # the reader gets an end, as in TLS
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)      # the reader gets an end, as in TLS
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
@@ -2094,13 +2453,17 @@ class Client:
         if connection is not None:
             connection.close()
 
-    def _failure(self, error: Exception, connecting: bool) -> CallFailed:
+    def _failure(self, error: Exception, connecting: bool, billed: bool) -> CallFailed:
         """What a broken transport means, in one line."""
         import socket
         where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
         name, words = type(error).__name__, self.mask(str(error))
+        if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
+            raise error
         if name == "SSLCertVerificationError":
-            return CallFailed("stop", "the certificate of %s is not trusted; set SSL_CERT_FILE" % where)
+            remedy = CERTIFICATES.get(getattr(error, "verify_code", 0), "set SSL_CERT_FILE to that of who signed it")
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
+                where, getattr(error, "verify_message", words), remedy))
         if isinstance(error, OverflowError):
             return CallFailed("stop", "%s sent %s; check --base-url" % (where, words), billed=True)
         if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:      # no host name; no TLS there
@@ -2113,7 +2476,7 @@ class Client:
         if connecting:
             return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url right (http or https)?"
                               % (where, name, words), patience=3)
-        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), billed=True)
+        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), patience=3, billed=billed)
 
 
 def is_loopback(host: str) -> bool:
@@ -2121,15 +2484,16 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or re.match(r"127(\.\d+){3}\Z", host) is not None
 
 
-def split_url(text: str, what: str) -> Any:
+def split_url(text: str, what: str, form: str = "https://HOST:PORT/PATH") -> Any:
     """The parts of an HTTP URL; HarnessError, which never shows it, when it is none."""
+    import encodings.idna               # noqa: F401, what every look-up of a host needs, of localhost too
     import urllib.parse
     with contextlib.suppress(ValueError):
         url = urllib.parse.urlsplit(text)
         fine = url.scheme in ("http", "https") and url.hostname and url.port != 0 and url.hostname.encode("idna")
         if fine and re.match(r"[\x21-\x7e]+\Z", text):
             return url
-    raise HarnessError("%s is not of the form https://HOST:PORT/PATH; set it again" % what)
+    raise HarnessError("%s is not of the form %s; set it again" % (what, form))
 
 
 def news_of(sock: Any) -> Callable[[], bool]:
@@ -2164,9 +2528,12 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
     through = "" if not host or urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme, "")
     if not through:
         return None, {}
-    proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme)
-    if proxy.scheme == "https":
-        raise HarnessError("the proxy in %s_proxy is an https:// one, which is not supported; write http://" % scheme)
+    kind = re.match(r"(?!http:)([a-z][a-z0-9]*)://", through, re.I)
+    if kind:
+        raise HarnessError("the proxy in %s_proxy speaks %s, which is not supported; set it to an HTTP proxy, "
+                           "http://HOST:PORT, or set no_proxy" % (scheme, kind.group(1)))
+    proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme,
+                      "http://HOST:PORT")
     login = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
     basic = {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
     return proxy, basic if proxy.username else {}
@@ -2175,16 +2542,28 @@ def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
 # ---- what an API's words mean: pure ----
 
 STATUSES: Dict[int, str] = {                        # HTTP status -> kind of CallFailed; 5xx are retried, others stop
-    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry"}
+    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry",
+    501: "stop", 505: "stop"}
+NO_MONEY = ("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded", "billing_error",
+            "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "enforced_spend_limit_reached",
+            "contract_spend_limit_reached")
+BAD_KEY = ("invalid_api_key", "authentication_error", "API_KEY_INVALID")
 CODES: Dict[str, str] = {                           # error codes and types that say more than the status does
-    **dict.fromkeys(("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded",
-                     "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "billing_error",
-                     "enforced_spend_limit_reached", "contract_spend_limit_reached"), "stop"),
-    **dict.fromkeys(("unsupported_parameter", "unsupported_value", "invalid_api_key", "authentication_error",
-                     "API_KEY_INVALID", "model_not_found"), "stop"),
+    **dict.fromkeys((*NO_MONEY, *BAD_KEY, "unsupported_parameter", "unsupported_value", "model_not_found"), "stop"),
     **dict.fromkeys(("context_length_exceeded", "exceed_context_size_error", "content_filter"), "rejected")}
-HINTS = {401: "check the key", 402: "no money is left", 403: "the key may not do this", 407: "the proxy wants a login",
-         404: "check model and --base-url", 429: "no money or quota is left: mend that first"}
+PHRASES: Dict[str, str] = {                         # how an error begins that has no code -> the code it stands for
+    "Context size has been exceeded": "exceed_context_size_error",                  # llama.cpp, as HTTP 500
+    "the request exceeds the available context size": "exceed_context_size_error",  # its older builds and forks
+    "API key not valid": "API_KEY_INVALID",         # Gemini, as HTTP 400
+    "Incorrect API key provided": "invalid_api_key"}        # xAI, as HTTP 400
+HINTS: Dict[Any, str] = {                           # status or code -> what to do where no call can succeed
+    **dict.fromkeys(NO_MONEY, "no money or quota is left: mend that first"), 402: "no money is left",
+    **dict.fromkeys((401, *BAD_KEY), "check the key"), 403: "the key may not do this", 407: "the proxy wants a login",
+    **dict.fromkeys((404, "model_not_found"), "check model and --base-url"),
+    **dict.fromkeys((405, 410, 505), "check --base-url")}
+
+
+RESET = "reset-at-ms"                               # no header, but a wait in a body: until this time, in ms
 
 
 class ApiError(NamedTuple):
@@ -2194,7 +2573,7 @@ class ApiError(NamedTuple):
     codes: Tuple[str, ...] = ()
     blamed: Tuple[str, ...] = ()        # members of the request it blames
     generation: Any = None              # what the model wrote, where the endpoint refuses it as no JSON
-    wait: Optional[float] = None        # seconds it asks to wait
+    waits: Mapping[str, str] = {}       # how long it asks to wait, as headers would
 
 
 def an_object(value: Any) -> Mapping[str, Any]:
@@ -2213,12 +2592,15 @@ def error_in(document: Any, text: str) -> ApiError:
     details = [an_object(entry) for entry in (details if isinstance(details, list) else [details])]
     codes = [members.get("code"), members.get("type"), *(entry.get(name) for entry in details
                                                          for name in ("error_code", "reason"))]
-    waits = [re.match(r"(\d{1,9}(?:\.\d+)?)s\Z", str(entry.get("retryDelay"))) for entry in details]
+    codes += [code for phrase, code in PHRASES.items() if words.startswith(phrase)]
+    limits = an_object(an_object(members.get("metadata")).get("headers"))           # OpenRouter's; Google: "8.5s"
+    waits = {RESET: str(limits.get("X-RateLimit-Reset")), "retry-after": next(
+        (str(entry["retryDelay"])[:-1] for entry in details if "retryDelay" in entry), "")}
     blamed = [members.get("param"), *(loc[1] for loc in locs if isinstance(loc, list) and len(loc) > 1),
               words.partition(": ")[0]]             # Anthropic names the member before the words
     return ApiError(words, tuple(code for code in codes if isinstance(code, str)),
                     tuple(re.split(r"[.\[]", name)[0] for name in blamed if isinstance(name, str)),
-                    members.get("failed_generation"), next((float(wait.group(1)) for wait in waits if wait), None))
+                    members.get("failed_generation"), waits)
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
@@ -2228,14 +2610,15 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
     `sent` names the members of the request: an error that blames one, except the messages, would meet every call.
     """
     kind = {**STATUSES, **statuses}.get(status, "retry" if status >= 500 or status == 402 and wait else "stop")
-    told = [CODES[code] for code in error.codes if code in CODES]
-    kind = told[0] if told else kind
+    told = [code for code in error.codes if code in CODES]
+    kind = CODES[told[0]] if told else kind
     if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
         kind = "stop"
-    hint = "it redirects; name the final URL with --base-url" if status < 400 else HINTS.get(status)
-    hint = "; " + (hint or "mend the request (--param, --retry-param)") if kind == "stop" else ""
+    hint = "it redirects; name the final URL with --base-url" if status < 400 else next(
+        (HINTS[word] for word in (*told, status) if word in HINTS), "mend the request (--param, --retry-param)")
+    hint = "; " + hint if kind == "stop" else ""
     failure = CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
-                         billed=status >= 500)
+                         billed=status >= 500 and kind == "retry")
     failure.certain = bool(told) or status == 413 or status in statuses
     return failure
 
@@ -2243,11 +2626,11 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
 def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
     """Seconds the server asks to wait: retry-after-ms, or retry-after as seconds or a date.  None: nothing usable."""
     import email.utils
-    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
+    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0), (RESET, 0.001)):
         value = headers.get(name, "").strip()
         with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):     # junk is no wait
             if re.match(r"[-+.\d]+\Z", value):
-                wait = float(value) * scale
+                wait = float(value) * scale - (now if name == RESET else 0)
             else:
                 wait = email.utils.mktime_tz(email.utils.parsedate_tz(value)) - now  # type: ignore[arg-type]
             if math.isfinite(wait):
@@ -2273,13 +2656,22 @@ def first_choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
-    """The Reply in a body of OpenAI's chat form, or None where there is none.  Reasoning beside the content is left."""
+    """The Reply in a body of OpenAI's chat form, or None where there is none.
+
+    Reasoning beside the content is left, unless it is the JSON and there is no content: as MISPLACED it is shown.
+    """
     choice, usage = first_choice(document), an_object(document.get("usage"))
     finish, message = choice.get("finish_reason"), choice.get("message")
     if not isinstance(message, dict) and finish not in ENDED_EARLY:         # then some leave the message out
         return None
     message = an_object(message)
-    return Reply(text_of(message.get("content")), finish, message.get("refusal"), document.get("model"),
+    text = text_of(message.get("content"))
+    if (not text or text.isspace()) and finish not in tuple(REFUSED_FINISHES | FAILED_FINISHES):
+        thought: Any = message.get("reasoning_content") or message.get("reasoning")
+        with contextlib.suppress(ValueError, RecursionError, TypeError):
+            if isinstance(json.loads(thought), (dict, list)):
+                text, finish = thought, MISPLACED
+    return Reply(text, finish, message.get("refusal"), document.get("model"),
                  usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
@@ -2301,14 +2693,15 @@ class Api(NamedTuple):
 
     path: str
     version_header: str
+    online: Mapping[str, Any]                       # sent with each call, but not in a batch job
     reply: Callable[[Mapping[str, Any]], Optional[Reply]]
     structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
-    "chat": Api("/chat/completions", "", chat_reply, lambda schema: {"response_format": {
+    "chat": Api("/chat/completions", "", {"stream": False}, chat_reply, lambda schema: {"response_format": {
         "type": "json_schema", "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
-    "messages": Api("/v1/messages", "anthropic-version: %s", messages_reply, lambda schema: {"output_config": {
+    "messages": Api("/v1/messages", "anthropic-version: %s", {}, messages_reply, lambda schema: {"output_config": {
         "format": {"type": "json_schema", "schema": schema}}}),
 }
 
@@ -2365,8 +2758,9 @@ class Endpoint:
 
     def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
         """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
-        data = json.dumps(self.body(prompt, extra)).encode("ascii")
-        return self.reply(self._client.exchange(self._head, data), extra)
+        online = self._api.online
+        data = json.dumps({**online, **self.body(prompt, extra)}).encode("ascii")
+        return self.reply(self._client.exchange(self._head, data), (*online, *extra))
 
     def body(self, prompt: str, extra: Mapping[str, Any]) -> Dict[str, Any]:
         """The body of the request for a prompt."""
@@ -2405,9 +2799,8 @@ class Endpoint:
         if inner:                                       # an error inside a success: its own code is what tells
             code = str(an_object(inner).get("code"))
             status = int(code) if re.match(r"[45]\d\d\Z", code) else 500
-        wait = retry_after(response.headers, time.time())
-        raise classify(status, error._replace(words=mask(error.words)), error.wait if wait is None else wait, sent,
-                       self._statuses)
+        wait = retry_after({**error.waits, **response.headers}, time.time())
+        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self._statuses)
 
 
 # ---- models that need no network ----
@@ -2418,17 +2811,33 @@ RUNNING: Set[int] = set()      # process groups of commands that are running
 def command_model(command: str, timeout: float) -> Call:
     """A shell command that reads the prompt on standard input and writes the reply."""
     import subprocess
+    import tempfile
 
     def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
-        with subprocess.Popen(command, shell=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              stderr=subprocess.PIPE, start_new_session=True) as process:
+        # The prompt is a file, since communicate, which is called in slices to see how much came, forgets its input.
+        with tempfile.TemporaryFile() as asked:
+            asked.write(prompt.encode("utf-8"))
+            asked.seek(0)
+            process = subprocess.Popen(command, shell=True, stdin=asked, stdout=subprocess.PIPE,
+                                       stderr=subprocess.PIPE, start_new_session=True)
+        out, err, running, due = b"", b"", True, time.monotonic() + timeout
+        with process:
             RUNNING.add(process.pid)
             try:
-                out, err = process.communicate(prompt.encode("utf-8"), timeout)
-            except subprocess.TimeoutExpired:
-                kill_group(process.pid)
-                raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
+                while running:
+                    try:
+                        out, err = process.communicate(timeout=0.05)
+                        running = False
+                    except subprocess.TimeoutExpired as slice_:
+                        out, err = slice_.output or b"", slice_.stderr or b""
+                    if len(out) + len(err) > MAX_REPLY:
+                        raise CallFailed("stop", "the command wrote more than %d MB as one reply; fix the command"
+                                         % (MAX_REPLY >> 20), billed=True)
+                    if running and time.monotonic() > due:
+                        raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
             finally:
+                if running:
+                    kill_group(process.pid)
                 RUNNING.discard(process.pid)
         if process.returncode:
             said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
@@ -2560,11 +2969,22 @@ DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
 # ====================================================================================================================
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
+NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
-DOUBTFUL = 3                            # refused calls, one on an item's last resort, that end a run without success
+MAX_UNREAD = 100                        # texts that a terminal has not taken; beyond them they are dropped
+PATIENCE = 30.0                         # seconds in the end for a terminal or pipe that takes nothing
+SPEAKER = "batch_harness speaker"       # name of a thread that writes to it
+AT_FIRST, IN_A_ROW = 20, 50             # calls without an acceptable reply that end a run, before and after the first
+ADVICE = {                              # by the verdict that most of them got
+    "empty_reply": "the endpoint or the model may be down, or the token limit too low: go on later, or change --model",
+    "truncated": "raise --max-tokens, or take a smaller --batch-size",
+    "refused": "change the instruction or --model, or leave these texts out",
+    "rejected": "check the account, --model, --param and these texts",
+    "bad_value": "change the labels or the instruction",
+}
 Errand = Tuple["Flight", Ask]           # one call to make, and the flight that is told of its verdict
 
 
@@ -2574,7 +2994,7 @@ class Judged(NamedTuple):
     row: Dict[str, Any]
     parts: Tuple[str, str]                      # of the row, as the ledger writes it
     cut: bool                                   # the endpoint seems to have read only a part of the prompt
-    refusal: Optional[CallFailed] = None        # the endpoint refused it, for its content or for everybody's
+    certain: bool = False                       # the endpoint refused it, and says that it did so for its content
 
 
 def judged(ask: Ask, reply: Reply, task: Task, strict: bool, context: Mapping[str, Any]) -> Dict[str, Any]:
@@ -2590,12 +3010,15 @@ class Flight:
         self._steps, self.arm, self._codes = steps, arm, dict(known)
         self._asks = next(steps)
         self.failures: Counter[Ask] = collections.Counter()         # calls without a reply
+        self.over: Set[str] = set()                                 # items whose last call has failed
         self.first = self._open()
 
     def _open(self) -> List[Errand]:
         """The calls without a verdict, in the first step that has any."""
         while self._asks:
             codes = [self._codes.get((ask.ids, ask.attempt), "") for ask in self._asks]
+            for ask, code in zip(self._asks, codes):
+                self.over.update(ask.ids if code and ask.quarantines(code) else ())
             if "" in codes:
                 return [(self, ask) for ask, code in zip(self._asks, codes) if not code]
             self._asks = advance(self._steps, codes)
@@ -2682,8 +3105,8 @@ class Pending:
         if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in unsettled):
             return self._for_batches(group.values())
         self._side.append(flight)
-        # What the batch has already put in quarantine is not part of the flight, and may be wanted again.
-        return self._for_batches(item for item in group.values() if self._flags(item) & QUARANTINED)
+        # What is in quarantine may be wanted again; what was held back from it begins anew.
+        return self._for_batches(group[name] for name in opened.ids if name in flight.over)
 
     def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
         """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
@@ -2775,11 +3198,15 @@ class Runner:
         self._work = threading.Condition(self.lock)                # notified of all that a waiting thread may act on
         self._ready: Deque[Errand] = collections.deque()
         self._delayed: List[Tuple[float, Errand]] = []
-        self._doubtful: List[Tuple[Errand, Judged]] = []            # refused while no call had succeeded
+        self._fruitless: Deque[Dict[str, Any]] = collections.deque(maxlen=IN_A_ROW)     # rows since one was accepted
+        self._held: List[Dict[str, Any]] = []                       # and of these, the ones that are to quarantine
+        self.examples: Dict[str, Dict[str, Any]] = {}               # verdict -> the first row that has it
+        self.left: Dict[str, str] = {}                              # item that got no reply -> why
         self.prompt_head = prompt_head(task)
         self._in_flight, self._waiting, self._began, self.deadline = 0, 0, 0.0, math.inf
-        self._refusals = 0                                          # in a row, that do not name the content
         self._begun = False                                         # the run's own row is on the ledger
+        self._threads: List[threading.Thread] = []
+        self._workers, self._most = 1, options.workers              # threads at work, or about to be; and at most
 
     # ---- the threads ----
 
@@ -2794,16 +3221,21 @@ class Runner:
         self._ready.extend(flight.first)
         before = self.catch_signals()
         try:
-            self._watch(self._started(), say)
+            # The end of the first thread loads a library.  Where no file can be opened any more by then, glibc aborts
+            # the process (Python 3.8 and 3.9).
+            with contextlib.suppress(RuntimeError):
+                first = threading.Thread(target=int)
+                first.start()
+                first.join()
+            self._start()
+            self._watch(say)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with self.lock:
-            for (_, ask), refused in self._doubtful:    # it is not known why: that says nothing about their items
-                if refused.refusal is not None:
-                    self.append_failure(ask, refused.refusal)
             if self.tally["coalesced"]:
                 self.append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
+            self._guarded(lambda ledger: ledger.sync())
         if self._error is not None:
             raise self._error
 
@@ -2812,27 +3244,32 @@ class Runner:
         self._begun = self._begun or self.append_event("run", **header()) is not None
         return self._begun
 
-    def _started(self) -> List[threading.Thread]:
-        threads: List[threading.Thread] = []
-        for _ in range(self.options.workers):
-            thread = threading.Thread(target=self._thread, daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                if not threads:
-                    raise HarnessError("cannot start a thread: %s; close other programs" % error)
-                break                                   # the system gives no more threads: those that run will do
-            threads.append(thread)
-        return threads
+    def _start(self) -> None:
+        """Start one more worker; where the system gives no more threads, those that run will do."""
+        thread = threading.Thread(target=self._thread, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:
+            with self.lock:
+                self._one_less()
+            if not self._workers:
+                raise HarnessError("cannot start a thread: %s; close other programs" % error)
+        else:
+            with self.lock:
+                self._threads.append(thread)
 
-    def _watch(self, threads: List[threading.Thread], say: Speaker) -> None:
+    def _one_less(self) -> None:
+        self._workers -= 1
+        self._most = self._workers
+
+    def _watch(self, say: Speaker) -> None:
         """The main thread until the last worker has ended: signals, the disk, what is to be said."""
         synced = spoken = time.monotonic()
-        said = 0
+        said, threads = 0, self._threads
         while threads:
             threads[0].join(0.2)
-            threads = [thread for thread in threads if thread.is_alive()]
             with self.lock:
+                threads = self._threads = [thread for thread in self._threads if thread.is_alive()]
                 now = time.monotonic()
                 self.model.tick(now)
                 if self.signals:
@@ -2873,9 +3310,7 @@ class Runner:
             if self.signals and number == signal.SIGINT:
                 for pid in list(RUNNING):
                     kill_group(pid)
-                with contextlib.suppress(OSError):
-                    os.write(2, b"\nleft at once; what is on the ledger is safe: run the same command again\n")
-                os._exit(INTERRUPTED)
+                leave(b"\nleft at once; what is on the ledger is safe: run the same command again\n")
             self.signals.append(number)
         before: Dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
@@ -2894,9 +3329,18 @@ class Runner:
                     if came is not None:
                         self._settle(*came)
                     errand = self._next()
+                    grows = errand is not None and not self._waiting and self._workers < self._most
+                    self._workers += grows
                 if errand is None:
                     return
-                came = errand, self._asked(*errand)
+                if grows:
+                    self._start()
+                result = self._asked(*errand)
+                if result is None:
+                    with self.lock:
+                        self._not_asked(errand)
+                    return
+                came = errand, result
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with self.lock:
                 if not isinstance(error, HarnessError):
@@ -2908,10 +3352,9 @@ class Runner:
         while not self.code:
             now = time.monotonic()
             ready, opens, spent = self._fill(now), self.pace.opens(self._in_flight), self._spent(now)
-            if self.tally["refused"] >= DOUBTFUL and self._doubtful and not self.proven():
-                if not self._in_flight:         # else one of those may still succeed
-                    self.stop("%d calls were refused and none has succeeded (%s); check model, --param and texts" % (
-                        self.tally["refused"], self._doubtful[-1][1].row.get("detail")), STOPPED)
+            if self.in_vain():
+                if not self._in_flight:         # else one of those may still be accepted
+                    self.stop(self.in_vain_words(), STOPPED)
                     continue
                 opens = math.inf
             if spent and (ready or self._delayed):
@@ -2927,12 +3370,24 @@ class Runner:
                 self._waiting += 1
                 self._work.wait(min(max(0.0, until - now), 60))     # bounded, since infinity is no time to wait
                 self._waiting -= 1
-            elif self._doubtful:
-                self._reject_doubtful()
             else:
+                self.confirm()
                 break
         self._work.notify_all()                         # that this thread has nothing more to do may hold for others
         return None
+
+    def _not_asked(self, errand: Errand) -> None:
+        """No file descriptor was left for a call: its worker ends, another one makes it."""
+        words = "too few files may be open for so many workers; raise `ulimit -n`, or lower --workers"
+        self._one_less()
+        self._in_flight -= 1
+        self.tally["calls"] -= 1
+        self._ready.appendleft(errand)
+        self._hint("files", words + " (going on with fewer)")
+        if self._workers:
+            self._work.notify()
+        else:
+            self.stop(words, STOPPED)
 
     def _spent(self, now: float) -> str:
         """Which budget of the run is used up, in words."""
@@ -2952,22 +3407,28 @@ class Runner:
                 self._ready.extend(flight.first if flight is not None else ())
         return bool(self._ready)
 
-    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed]:
-        """Make one call, without the lock: the row of its reply, ready to be written, or why none came."""
+    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed, None]:
+        """Make one call, without the lock: the row of its reply, ready to be written, or why none came; None where no
+        file descriptor was left to make it.
+        """
         params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
         prompt = build_prompt(ask.items, self.task, self.prompt_head)
         structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
-        refusal: Optional[CallFailed] = None
+        certain = False
         try:
             reply = self.model.call(prompt, {**structure, **params})
         except CallFailed as failure:
             if failure.kind != "rejected":
                 return failure
-            reply, refusal = Reply(None, REJECTED, failure.detail), failure
+            reply, certain = Reply(None, REJECTED, failure.detail), failure.certain
+        except OSError as error:
+            if error.errno not in NO_FILES:
+                raise
+            return None
         row = judged(ask, reply, self.task, self.options.order == "strict", {
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
             "arm": flight.arm, "prompt_sha": prompt_digest(prompt)})
-        return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), refusal)
+        return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), certain)
 
     # ---- what a call came to ----
 
@@ -2976,13 +3437,9 @@ class Runner:
         self._in_flight -= 1
         if isinstance(came, CallFailed):
             self._failed(errand, came)
-        elif came.refusal is not None:
-            self._refused(errand, came, came.refusal)
         else:
             self.pace.replied()
             self.tally["replies"] += 1
-            self._refusals = 0
-            self._reject_doubtful()
             self._record(*errand, came)
             if came.cut:
                 self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a "
@@ -2992,36 +3449,38 @@ class Runner:
         if self._waiting:
             self._work.notify(1 + len(self._ready) + len(self._delayed))
 
-    def _refused(self, errand: Errand, judged: Judged, refusal: CallFailed) -> None:
-        """A refusal is a verdict on the content, unless all calls may be refused: while none to this model has
-        succeeded, what would quarantine is put aside; later many in a row, which name no content, stop the run.
-        """
-        self.tally["refused"] += 1
-        self._refusals += not refusal.certain
-        if not self.proven() and errand[1].quarantines(REJECTED):
-            self._doubtful.append((errand, judged))
-        else:
-            self._record(*errand, judged)
-        if self._refusals >= MAX_STRIKES:
-            self.stop("%d calls in a row were refused (%s); check the account, then ask again what they put into "
-                       "quarantine (--retry-quarantined), or leave these texts out" % (
-                           self._refusals, refusal.detail), STOPPED)
-
     def proven(self) -> bool:
-        """Whether a call to this model has succeeded, in this run or an earlier one of the ledger."""
-        return bool(self.tally["replies"]) or any(
-            model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
+        """Whether a reply of this model has been accepted, in this run or an earlier one of the ledger."""
+        return any(model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
 
-    def _reject_doubtful(self) -> None:
-        """Nothing speaks against it that these calls were refused for their content: a verdict, like any other."""
-        doubtful, self._doubtful = self._doubtful, []
-        for errand, refused in doubtful:
-            self._record(*errand, refused)
+    def in_vain(self) -> bool:
+        """Whether so many calls brought no acceptable reply that a person should look first."""
+        most = len(self._fruitless)
+        return most >= IN_A_ROW or (most >= AT_FIRST and not self.proven())
+
+    def in_vain_words(self) -> str:
+        """One of the calls that brought no acceptable reply, and what to change."""
+        rows = list(self._fruitless)
+        code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
+        alike = [row for row in rows if row["verdict"] == code]
+        most, advice = "", ADVICE.get(code, "change the instruction, --batch-size or --model")
+        where = " in a row" if self.proven() else ""
+        if code == "bad_value":             # its detail begins with the item
+            values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
+            most = "; most often: " + counts(dict(values.most_common(3)))
+        return "%d calls%s brought no acceptable reply, as for %s%s; %s (--keep-going goes on all the same)" % (
+            len(rows), where, reply_words(alike[-1], 200), most, advice)
+
+    def confirm(self) -> None:
+        """Put into quarantine what was held back: a reply has been accepted since, or nothing is left to be asked."""
+        held, self._held = self._held, []
+        for row in held:
+            self.tally["quarantined"] += len(self.append_event("quarantine", **set_aside(row)) or ())
 
     def _record(self, flight: Flight, ask: Ask, judged: Judged) -> None:
         """Append the row, let it take effect, and queue the calls that follow."""
         code = judged.row["verdict"]
-        if not self.record(judged.row, judged.parts):
+        if not self.record(judged.row, judged.parts, judged.certain):
             return
         same_again = self.model.params.get("temperature") == 0 and not self.retry_params
         if same_again and ask.attempt == 1 and not ask.fallback and code not in HOPELESS | {"ok"}:
@@ -3029,14 +3488,37 @@ class Runner:
                        "same; try --retry-param temperature=0.7")
         self._ready.extendleft(reversed(flight.told(ask, code)))
 
-    def record(self, row: Dict[str, Any], parts: Tuple[str, str]) -> bool:
-        """Append an attempt row and count it; whether it was written."""
+    def record(self, row: Dict[str, Any], parts: Tuple[str, str], certain: bool = False, sure: bool = False) -> bool:
+        """Append an attempt row and count it; whether it was written.
+
+        That it quarantines is held back until a reply is accepted, unless the endpoint names the content (`certain`)
+        and this model has been accepted before, or the caller is `sure`.
+        """
+        code = row["verdict"]
+        certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
+        sure = sure or self.options.keep_going or (certain and self.proven())
+        whole = row
+        if "quarantined" in row and not sure:
+            row = {name: value for name, value in whole.items() if name != "quarantined"}
+            parts = row_parts(row)
         settled = self._appended(row, parts)
-        self.tally["lost"] += settled is None
-        if settled is not None:
-            self.tally["answered" if row["verdict"] == "ok" else "quarantined"] += len(settled)
-            add_row(self.figures, row)
-        return settled is not None
+        if settled is None:
+            self.tally["lost"] += 1
+            return False
+        self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
+        add_row(self.figures, row)
+        if code == "ok":
+            self._fruitless.clear()
+            self.confirm()
+            return True
+        if whole is not row:
+            self._held.append(whole)
+        if not certain and not sure:
+            self._fruitless.append(row)
+        if code not in self.examples:
+            self.examples[code] = row
+            self._hint(code, "not accepted: " + reply_words(row, 120))
+        return True
 
     def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:
         """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
@@ -3080,10 +3562,12 @@ class Runner:
         if failure.wait is not None and failure.wait > min(MAX_WAIT, self.deadline - now):
             until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
             self.stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
+        elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
+            self._ready.extendleft(reversed(flight.told(ask, REJECTED)))    # not asked again like this
+            if ask.last_form:
+                self.left.update(dict.fromkeys(ask.ids, failure.detail))
         elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
             self.stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
-        elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
-            self.tally["left"] += len(ask.items)
         else:
             self._hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
             self._delayed.append((now + wait, errand))
@@ -3109,6 +3593,14 @@ class Runner:
             if waiting:
                 self._hint("stop", "stopping: %s%s" % (reason, waiting))
         self._work.notify_all()
+
+
+def reply_words(row: Mapping[str, Any], limit: int) -> str:
+    """How a reply that was not accepted begins, with its first item, verdict and detail, on one line."""
+    begin = re.sub(r"\s+", " ", str(row.get("reply") or "")[:limit])
+    detail = " (%s)" % row["detail"] if "detail" in row else ""
+    return "item %s: %s%s; %s" % (row["batch"][0], row["verdict"], detail,
+                                  "the reply begins: " + begin if begin else "the reply has no text")
 
 
 def clock(seconds: float) -> str:
@@ -3138,6 +3630,8 @@ class Speaker:
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.closed, self.full, self._drawn = stream, False, False, 0
+        self._texts: Any = None                                 # to be written by the thread, where there is one
+        self._thread: Optional[threading.Thread] = None
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
 
@@ -3162,21 +3656,53 @@ class Speaker:
 
     def live(self, text: str) -> None:
         """Draw the live line anew; an empty one is wiped away."""
-        if text or self._drawn:
+        if (text or self._drawn) and (not text or self._thread is None or self._texts.empty()):
             self._write("\r%s%s" % (text.ljust(self._drawn), "" if text else "\r"))
             self._drawn = len(text)
 
+    def aside(self) -> None:
+        """From here to `finish` a thread of its own writes: what nobody reads is dropped, and holds up nothing else."""
+        import queue
+        self._texts = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, name=SPEAKER, daemon=True)
+        with contextlib.suppress(RuntimeError):                 # the system gives no more threads: then without
+            thread.start()
+            self._thread = thread
+
+    def _serve(self) -> None:
+        for text in iter(self._texts.get, None):
+            self._print(text)
+
     def _write(self, text: str) -> None:
+        if self._thread is None:
+            self._print(text)
+        elif self._texts.qsize() < MAX_UNREAD:
+            self._texts.put(text)
+
+    def _print(self, text: str) -> None:
         """A stream that fails is not used again."""
-        if self._stream is not None and not self.closed:
+        stream = self._stream
+        if stream is not None and not self.closed:
             try:
-                self._stream.write(text)
-                self._stream.flush()
+                stream.write(text)
+                stream.flush()
             except (OSError, ValueError) as error:
                 self.closed, self.full = True, getattr(error, "errno", None) == errno.ENOSPC
 
     def finish(self) -> None:
-        """Keep the interpreter's last flush from failing on a stream that was closed."""
+        """Wait until all is written, for as long as somebody reads; keep Python's last flush from failing on a stream
+        that was closed.
+        """
+        thread, self._thread, left = self._thread, None, -1
+        if thread is not None:
+            self._texts.put(None)
+            try:
+                while thread.is_alive() and left != self._texts.qsize():
+                    left = self._texts.qsize()
+                    thread.join(PATIENCE)
+            finally:
+                if thread.is_alive():           # it hangs in a write, and so would whoever touches the stream
+                    self._stream = None
         try:
             if self._stream is not None:
                 self._stream.flush()
@@ -3193,8 +3719,8 @@ def timestamp() -> str:
 # ====================================================================================================================
 # BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory: what is to be
 # made stands there before it is made, under a key that it keeps; what may have been made is looked for before it is
-# submitted again.  Requests are written as they are made, results are read line by line, joined by custom id alone
-# and judged like any reply; a provider's counters are shown and never believed.  Nothing here reads an answer.
+# submitted again.  Requests are written as they are made; results are read line by line, joined by custom id alone
+# and judged like any reply; a provider's counters are shown and never believed.
 # ====================================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
@@ -3204,19 +3730,21 @@ GRACE = 60.0                            # seconds between two looks for a job th
 NO_ENGINE = frozenset({405, 501})       # HTTP statuses that say that there is nothing to make jobs with
 NOT_MADE = NO_ENGINE | {400, 401, 402, 403, 404, 413, 422, 429}     # and that no job was made
 ABSENT = frozenset({404, 410})
-TRANSFER = 3600.0                       # seconds for a file of requests or results
 SKEW = 86400.0                          # seconds that the clocks here and there may differ
 TRIES = 3                               # of a step that fails, and of rounds that bring no reply
 GONE = 6                                # looks in a row that do not find a job, before that is said
 MAX_TROUBLES = 36                       # failures in a row, over more than two hours, before a run ends
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
-Came = Union[Reply, CallFailed]        # of a request
+Came = Union[Reply, CallFailed]         # for a request
 Given = TypeVar("Given")
 
 
-class NotYet(Exception):
-    """What is waited for goes on at the provider: no failure."""
+class NotYet(CallFailed):
+    """What is waited for goes on at the provider: nothing has failed."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("retry", detail)
 
 
 class JobStatus(NamedTuple):
@@ -3228,9 +3756,9 @@ class JobStatus(NamedTuple):
     counts: Mapping[str, int]           # the provider's own
     places: Sequence[str]               # paths of its results
     made: float                         # when, in seconds since 1970 by the provider's clock
-    key: str = ""                       # ours, where its metadata holds one
-    file: str = ""                      # the file that holds its requests
-    errors: str = ""                    # why it was refused whole
+    key: str                            # ours, where its metadata holds one
+    file: str                           # the file that holds its requests
+    errors: str                         # why it was refused whole
 
     def total(self, *leave_out: str) -> int:
         """The sum of its counters."""
@@ -3242,43 +3770,31 @@ class JobStatus(NamedTuple):
         return "%s (%s)" % (self.status, told or "it does not count")
 
 
-def file_status(document: Mapping[str, Any]) -> JobStatus:
-    """A batch of OpenAI's form.  Both files are read whatever the status says."""
-    status = str(document.get("status")).lower()
-    files = [document.get("output_file_id"), document.get("error_file_id")]
-    errors = an_object(document.get("errors")).get("data")
-    faults = errors if isinstance(errors, list) else []
+def status_of(document: Mapping[str, Any]) -> JobStatus:
+    """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status.
+
+    Results are asked for whatever the status says, and at our own base URL, whatever URL is named.
+    """
+    status = str(document.get("processing_status") or document.get("status")).lower()
+    name = str(document.get("id"))
+    places = ["/files/%s/content" % in_path(document[member]) for member in ("output_file_id", "error_file_id")
+              if document.get(member)]
+    if "processing_status" in document:
+        places = ["/v1/messages/batches/%s/results" % in_path(name)]
+    counters = an_object(document.get("request_counts"))
+    faults = an_object(document.get("errors")).get("data")
     words = ["line %s: %s: %s" % (fault.get("line"), fault.get("code"), fault.get("message"))
-             for fault in map(an_object, faults)]
+             for fault in map(an_object, faults if isinstance(faults, list) else ())]
     return JobStatus(
-        name=str(document.get("id")),
+        name=name,
         status=status,
-        ended=status in ("completed", "failed", "expired", "cancelled"),
-        counts=counters_in(document),
-        places=["/files/%s/content" % in_path(name) for name in files if name],
+        ended=status in ("completed", "failed", "expired", "cancelled", "ended"),
+        counts={counter: count for counter, count in counters.items() if type(count) is int},
+        places=places,
         made=seconds_of(document.get("created_at")),
         key=str(an_object(document.get("metadata")).get("batch_harness")),
         file=str(document.get("input_file_id")),
         errors="; ".join(words))
-
-
-def message_status(document: Mapping[str, Any]) -> JobStatus:
-    """A batch of Anthropic's form.  Its results are asked for at our own base URL, not at one it names."""
-    name = str(document.get("id"))
-    status = str(document.get("processing_status"))
-    return JobStatus(
-        name=name,
-        status=status,
-        ended=status == "ended",
-        counts=counters_in(document),
-        places=["/v1/messages/batches/%s/results" % in_path(name)],
-        made=seconds_of(document.get("created_at")))
-
-
-def counters_in(document: Mapping[str, Any]) -> Dict[str, int]:
-    """What a provider counts of a job's requests."""
-    counters = an_object(document.get("request_counts"))
-    return {name: count for name, count in counters.items() if type(count) is int}
 
 
 def in_path(name: Any) -> str:
@@ -3291,11 +3807,10 @@ def seconds_of(moment: Any) -> float:
     """A time of a provider or of timestamp() in seconds since 1970; 0.0 for what is none."""
     if isinstance(moment, (int, float)):
         return moment
-    try:
+    with contextlib.suppress(ValueError):
         bare = datetime.datetime.strptime(str(moment)[:19], "%Y-%m-%dT%H:%M:%S")
-    except ValueError:
-        return 0.0
-    return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
+        return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
+    return 0.0
 
 
 def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
@@ -3325,9 +3840,8 @@ def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
         return 200, result.get("message"), None
     if kind != "errored":
         return 0, {"error": "the request was %s" % kind}, None
-    if an_object(error.get("error")).get("type") == "invalid_request_error":
-        return 400, error, error.get("request_id")
-    return 0, error, error.get("request_id")
+    refused = an_object(error.get("error")).get("type") == "invalid_request_error"
+    return 400 * refused, error, error.get("request_id")
 
 
 class Engine(NamedTuple):
@@ -3337,27 +3851,21 @@ class Engine(NamedTuple):
     cursor: str                                                 # how the next page of their list is asked for
     line: Mapping[str, Any]                                     # what every request has beside its custom id ...
     body: str                                                   # ... and this: the member that holds the call's body
-    status: Callable[[Mapping[str, Any]], JobStatus]
     result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]     # a line -> (HTTP status or 0, body, request id)
     files: bool                                                 # requests go up as a file; else inside the creation
 
 
 ENGINES: Dict[str, Engine] = {
-    "chat": Engine("/batches", "after", {"method": "POST", "url": CHAT_URL}, "body", file_status,
-                   file_result, True),
-    "messages": Engine("/v1/messages/batches", "after_id", {}, "params", message_status,
-                       message_result, False),
+    "chat": Engine("/batches", "after", {"method": "POST", "url": CHAT_URL}, "body", file_result, True),
+    "messages": Engine("/v1/messages/batches", "after_id", {}, "params", message_result, False),
 }
 
 
 class Post:
-    """The way to a batch engine and back, by a provider's API or by files.  Every word is masked."""
+    """The way to a batch engine and back: requests, jobs, results.  Every word that comes is masked."""
 
     def __init__(self, client: Client, endpoint: Endpoint, engine: Engine) -> None:
         self.engine, self._client, self._endpoint = engine, client, endpoint
-        self.close = client.close               # lets go of this thread's connection
-
-    # ---- requests and results: no network ----
 
     def request(self, name: str, prompt: str, extra: Mapping[str, Any]) -> bytes:
         """A line of requests."""
@@ -3368,31 +3876,23 @@ class Post:
     def holds(self, path: str, requests: Mapping[str, Any]) -> bool:
         """Whether a file still holds these requests, by the digests of their prompts."""
         found: Dict[str, str] = {}
-        try:
-            with open(path, "rb") as file:
-                for line in map(json.loads, file):
-                    prompt = line[self.engine.body]["messages"][0]["content"]
-                    found[line["custom_id"]] = prompt_digest(prompt)
-        except (OSError, ValueError, LookupError, TypeError):
-            return False
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError), open(path, "rb") as file:
+            for line in map(json.loads, file):
+                prompt = line[self.engine.body]["messages"][0]["content"]
+                found[line["custom_id"]] = prompt_digest(prompt)
         return found == {name: request["prompt_sha"] for name, request in requests.items()}
 
-    def outcome(self, line: Mapping[str, Any]) -> Came:
+    def came(self, line: Mapping[str, Any]) -> Came:
         """What one line of results is: a reply, or why there is none."""
         status, body, request = self.engine.result(line)
-        headers = {}
-        if isinstance(request, str):
-            headers["x-request-id"] = request
-        response = Response(status or 500, headers, json.dumps(body).encode("ascii"), True)
+        headers = {"x-request-id": str(request)} if request else {}
         try:
-            return self._endpoint.reply(response)
+            return self._endpoint.reply(Response(status or 500, headers, json.dumps(body).encode("ascii"), True))
         except CallFailed as failure:
             if not status:
                 failure.status = None
                 failure.detail = failure.detail.replace("HTTP 500: ", "", 1)
             return failure
-
-    # ---- what is made ----
 
     def upload(self, key: str, path: str) -> str:
         """Put a file of requests up; its id there."""
@@ -3400,45 +3900,40 @@ class Post:
         mark = "batch-harness-%032x" % random.SystemRandom().getrandbits(128)
         field = '--%s\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n'
         name = '; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl' % key
-        head = (field % (mark, "purpose", "") + "batch\r\n" + field % (mark, "file", name)).encode("ascii")
-        tail = ("\r\n--%s--\r\n" % mark).encode("ascii")
+        head = field % (mark, "purpose", "") + "batch\r\n" + field % (mark, "file", name)
+        tail = "\r\n--%s--\r\n" % mark
         size = os.path.getsize(path)
-        parts = itertools.chain([head], parts_of(path, size), [tail])
-        kind = "Content-Type: multipart/form-data; boundary=" + mark
-        document = self._object(self._sent("/files", kind, len(head) + size + len(tail), parts))
+        parts = itertools.chain([head.encode("ascii")], parts_of(path, size), [tail.encode("ascii")])
+        document = self._ask("POST", "/files", "Content-Type: multipart/form-data; boundary=" + mark,
+                             len(head) + size + len(tail), parts)
         if not isinstance(document.get("id"), str):
             raise CallFailed("retry", "the upload brought no file id")
         return str(document["id"])
 
     def create(self, key: str, run: str, file: str, path: str) -> JobStatus:
         """Make a job of an uploaded file, or of the requests in a file here."""
-        if self.engine.files:
-            metadata = {"batch_harness": key, "run": run}
-            wanted = {"input_file_id": file, "endpoint": CHAT_URL, "completion_window": "24h", "metadata": metadata}
-            data = json.dumps(wanted).encode("ascii")
-            size, parts = len(data), iter([data])
-        else:
+        data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL, "completion_window": "24h",
+                           "metadata": {"batch_harness": key, "run": run}}).encode("ascii")
+        size, parts = len(data), iter([data])
+        if not self.engine.files:
             length = os.path.getsize(path) - 1          # but for the last line's end
             lines = (part.replace(b"\n", b",") for part in parts_of(path, length))
             size, parts = length + 16, itertools.chain([b'{"requests": ['], lines, [b"]}"])
-        kind = JSON_BODY + "\r\nIdempotency-Key: " + key
-        document = self._object(self._sent(self.engine.path, kind, size, parts))
+        document = self._ask("POST", self.engine.path, JSON_BODY + "\r\nIdempotency-Key: " + key, size, parts)
         if not isinstance(document.get("id"), str):
             raise CallFailed("retry", "the creation brought no job id")
-        return self.engine.status(document)
+        return status_of(document)
 
     def cancel(self, name: str) -> JobStatus:
         """Call a job off."""
-        return self.engine.status(self._asked("POST", "%s/%s/cancel" % (self.engine.path, in_path(name))))
-
-    # ---- what is looked at ----
+        return status_of(self._ask("POST", "%s/%s/cancel" % (self.engine.path, in_path(name))))
 
     def status(self, name: str) -> JobStatus:
         """How a job stands."""
-        document = self._asked("GET", "%s/%s" % (self.engine.path, in_path(name)))
+        document = self._ask("GET", "%s/%s" % (self.engine.path, in_path(name)))
         if document.get("id") != name:
             raise CallFailed("retry", "what came is not the job: " + self._client.mask(shown(document, 200)))
-        return self.engine.status(document)
+        return status_of(document)
 
     def listed(self) -> Iterator[Optional[JobStatus]]:
         """All jobs there, in whatever order; then None where the list has more and no way to it.
@@ -3448,13 +3943,13 @@ class Post:
         seen: Set[str] = set()
         cursor = ""
         while True:
-            page = self._asked("GET", "%s?limit=100%s" % (self.engine.path, cursor))
+            page = self._ask("GET", "%s?limit=100%s" % (self.engine.path, cursor))
             entries = page.get("data")
             if not isinstance(entries, list) or (page.get("has_more") and not entries):
                 raise CallFailed("retry", "what came is no list of jobs: " + shown(page, 200))
-            jobs = [self.engine.status(an_object(entry)) for entry in entries]
+            jobs = [status_of(an_object(entry)) for entry in entries]
             names = {job.name for job in jobs}
-            if names and names <= seen:         # the next page is the last one again
+            if names and names <= seen:                         # this page is the last one again
                 yield None
                 return
             yield from jobs
@@ -3465,77 +3960,65 @@ class Post:
 
     def bears(self, job: JobStatus, key: str) -> Optional[bool]:
         """Whether a job's results carry a key; None where there are none to be seen."""
-        if job.ended:
-            with contextlib.closing(self._client.stream(self._head(job.places[0]))) as flow:
-                response = next(flow)
-                line = next(lines_of(flow), b"")
-            if response.status == 200 and line.strip():
-                return str(an_object(decoded(line)).get("custom_id")).startswith(key + "-")
-            if response.status >= 500 or response.status == 429:
-                self._refuse(response._replace(body=line))
-        return None
+        line = b""
+        try:
+            line = next(lines_of(self._flow("GET", job.places[0])), b"") if job.ended else b""
+        except CallFailed as failure:                           # its results are gone, or not ours to see
+            if failure.kind == "retry":
+                raise
+        return str(an_object(decoded(line)).get("custom_id")).startswith(key + "-") if line else None
 
     def results(self, job: JobStatus, partly: bool, file: IO[bytes]) -> None:
         """Write all lines that a job brought; `partly`: what can be had of them.  CallFailed: they are not whole."""
         count = 0
         for place in job.places:
             line = b"{}"
-            with contextlib.closing(self._client.stream(self._head(place))) as flow:
-                response = next(flow)
-                if response.status != 200 and not (partly and response.status in ABSENT):
-                    self._refuse(response._replace(body=b"".join(flow)))
-                for line in lines_of(flow) if response.status == 200 else ():
-                    file.write(self._masked(line).encode("utf-8", "surrogateescape") + b"\n")
-                    count += bool(line.strip())
+            try:
+                for line in lines_of(self._flow("GET", place)):
+                    file.write(self._masked(line) + b"\n")
+                    count += 1
+            except CallFailed as failure:
+                if not partly or failure.status not in ABSENT:
+                    raise
             if not partly and decoded(line) is None:
-                raise CallFailed("retry", "the last line of the results is cut")
+                raise CallFailed("retry", "the last line of its results is cut")
         if not partly and count < job.total("total", "processing"):
             raise CallFailed("retry", "its results are fewer than it counts")
-        counted = job.counts.get("completed") or job.counts.get("succeeded")
-        if not count and counted and not job.errors:
-            raise CallFailed("stop", "none of its results can be had, and it counts %d; if they are gone for good, say "
-                             "--abandon %s" % (counted, job.name))
+        if not count and (job.counts.get("completed") or job.counts.get("succeeded")) and not job.errors:
+            raise CallFailed("stop", "none of its results can be had, and it counts some; if they are gone for good, "
+                             "say --abandon " + job.name)
 
-    # ---- HTTP ----
-
-    def _head(self, path: str) -> bytes:
-        return self._client.head("GET", path)
-
-    def _asked(self, method: str, path: str) -> Mapping[str, Any]:
-        """The JSON object that a request without a body gives."""
-        return self._object(self._client.exchange(self._client.head(method, path), b""))
-
-    def _sent(self, path: str, lines: str, size: int, parts: Iterable[bytes]) -> Response:
-        """The response to a body that is sent part by part."""
-        flow = self._client.stream(self._client.head("POST", path, lines), size, parts)
-        response: Response = next(flow)
-        return response._replace(body=b"".join(flow))
-
-    def _object(self, response: Response) -> Mapping[str, Any]:
-        """The JSON object in a response."""
-        if not 200 <= response.status < 300:
-            self._refuse(response)
-        document = decoded(self._masked(response.body).encode("utf-8", "surrogateescape"))
+    def _ask(self, method: str, path: str, lines: str = JSON_BODY, size: int = 0,
+             parts: Iterable[bytes] = ()) -> Mapping[str, Any]:
+        """The JSON object that a request gives."""
+        document = decoded(self._masked(b"".join(self._flow(method, path, lines, size, parts))))
         if isinstance(document, dict):
             return document
         raise CallFailed("retry", "a reply with no JSON from %s; is --base-url right?" % self._client.host, billed=True)
 
-    def _masked(self, data: bytes) -> str:
-        return self._client.mask_long(without_bom(data).decode("utf-8", "surrogateescape"))
-
-    def _refuse(self, response: Response) -> None:
-        error = error_in(decoded(response.body), response.body.decode("utf-8", "surrogateescape"))
+    def _flow(self, method: str, path: str, lines: str = JSON_BODY, size: int = 0,
+              parts: Iterable[bytes] = ()) -> Iterator[bytes]:
+        """The body of a response, part by part.  CallFailed where it holds an error."""
+        flow = self._client.stream(self._client.head(method, path, lines), size, parts)
+        response: Response = next(flow)
+        if 200 <= response.status < 300:
+            yield from flow
+            return
+        body = b"".join(flow)
+        error = error_in(decoded(body), body.decode("utf-8", "surrogateescape"))
         raise classify(response.status, error._replace(words=self._client.mask(error.words)),
-                       retry_after(response.headers, time.time()), ())
+                       retry_after({**error.waits, **response.headers}, time.time()), ())
+
+    def _masked(self, data: bytes) -> bytes:
+        text = without_bom(data).decode("utf-8", "surrogateescape")
+        return self._client.mask_long(text).encode("utf-8", "surrogateescape")
 
 
 def parts_of(path: str, size: int) -> Iterator[bytes]:
     """The first bytes of a file, part by part."""
     with open(path, "rb") as file:
-        while size > 0:
-            part = file.read(min(size, PART))
-            size -= len(part) or size
-            yield part
+        for place in range(0, size, PART):
+            yield file.read(min(PART, size - place))
 
 
 def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
@@ -3560,9 +4043,7 @@ def decoded(data: bytes) -> Any:
 
 def without_bom(data: bytes) -> bytes:
     """The bytes without a byte order mark."""
-    if data.startswith(b"\xef\xbb\xbf"):
-        return data[3:]
-    return data
+    return data[3 * data.startswith(b"\xef\xbb\xbf"):]
 
 
 # ---- job rows ----
@@ -3576,7 +4057,7 @@ def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
     """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
     return {"batch": list(ask.ids), "text_sha": [item.digest[:32] for item in ask.items],
             "sources": [item.source for item in ask.items], "prompt_sha": prompt_digest(prompt),
-            **{name: getattr(ask, name) for name in Ask._fields[1:]}}
+            **dict(zip(Ask._fields[1:], ask[1:]))}
 
 
 def ask_of(request: Mapping[str, Any]) -> Ask:
@@ -3636,28 +4117,28 @@ class OpenJob(NamedTuple):
 
     def requests(self) -> Dict[str, Dict[str, Any]]:
         """Its requests by custom id."""
-        return json.loads(zlib.decompress(self.packed))  # type: ignore[no-any-return]
+        return json.loads(zlib.decompress(self.packed) if zlib else self.packed)  # type: ignore[no-any-return]
 
 
 def open_job(row: Mapping[str, Any]) -> OpenJob:
     """The job that a row intends."""
     requests = row["requests"]
-    intent = {name: value for name, value in row.items() if name != "requests"}
-    packed = zlib.compress(json.dumps(requests).encode("ascii"), 1)
+    packed = json.dumps(requests).encode("ascii")
+    if zlib:
+        packed = zlib.compress(packed, 1)
     items = sum(len(request["batch"]) for request in requests.values())
-    return OpenJob(intent, packed, len(requests), items, {}, set(), set())
+    return OpenJob({**row, "requests": None}, packed, len(requests), items, {}, set(), set())
 
 
 class JobState:
     """What is known of jobs: a second fold over the rows of a ledger.
 
-    Of one task, those that are not collected; without a task, the jobs of all tasks, `closed` ones among them.
+    Of one task, those that are not collected; without a task, the jobs of all tasks, collected or not.
     """
 
     def __init__(self, task: str = "") -> None:
         self._task = task                               # its fingerprint
         self.jobs: Dict[str, OpenJob] = {}              # by key
-        self.closed: Dict[str, OpenJob] = {}
         self.names: Set[str] = set()                    # all jobs that are known, collected or not
         self.lost: Set[str] = set()                     # keys of open jobs whose intent is damaged or gone
         self.runs: Dict[str, Mapping[str, Any]] = {}    # their rows
@@ -3670,40 +4151,37 @@ class JobState:
             self._step(row)
         elif "custom_id" in row:
             key, _, number = row["custom_id"].rpartition("-")
-            job = self.jobs.get(key) or self.closed.get(key)
-            if job is not None and number.isdecimal():
+            if key in self.jobs and number.isdecimal():
+                job = self.jobs[key]
                 numbers = job.seen if row["event"] == "attempt" else job.failed
                 numbers.add(int(number))
 
     def _step(self, row: Mapping[str, Any]) -> None:
         """A step of a job: intent; then uploaded, created or disowned; collected or abandoned in the end."""
         key, step = row["key"], row["step"]
+        ends = step in ("collected", "abandoned")
         self.names.add(row.get("job", ""))
         if self._task not in ("", row["task"]):
             return
         if step == "intent":
             self.jobs[key] = open_job(row)
-            return
-        job = self.jobs.get(key) or self.closed.get(key)
-        ends = step in ("collected", "abandoned")
-        if job is not None:
-            job.steps[step] = row
+        elif key in self.jobs:
+            self.jobs[key].steps[step] = row
         elif not ends:
             self.lost.add(key)
-        if job is not None and step == "disowned":
-            job.steps.pop("created", None)
+        if step == "disowned" and key in self.jobs:
+            self.jobs[key].steps.pop("created", None)
         if ends:
             self.lost.discard(key)
+        if ends and self._task:
             self.jobs.pop(key, None)
-        if ends and job is not None and not self._task:
-            self.closed[key] = job
 
 
 # ---- results ----
 
 ORDINAL = re.compile(r"[1-9][0-9]{0,8}\Z")
 RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
-MISSING, DIFFERENT = -1, -2             # in place of where the line for a request stands
+MISSING, DIFFERENT = -1, -2                             # in place of where the line for a request stands
 
 
 class Results:
@@ -3711,68 +4189,62 @@ class Results:
 
     def __init__(self, path: str, jobs: Iterable[OpenJob], say: Speaker) -> None:
         import array
-        self._file = open(path, "rb")
-        self._say, self._offset = say, 0
-        self._places = {job.key: array.array("q", [MISSING]) * (job.size + 1) for job in jobs}
-        self.found: Counter[str] = collections.Counter()        # key -> requests that have a line
+        self._file, self._say, self._next = open(path, "rb"), say, 0
+        self.close = self._file.close
+        self._places: Dict[str, Any] = {job.key: array.array("q", [MISSING]) * (job.size + 1) for job in jobs}
+        self.found: Set[str] = set()                            # keys of jobs for which there is a line
         self.repeated: Counter[str] = collections.Counter()     # key -> lines for a request that had one
         self.unknown = 0                                        # lines that nobody asked for
 
-    def close(self) -> None:
-        """Let go of the file."""
-        self._file.close()
-
-    def join(self, name: str, stop: float = math.inf) -> Counter[str]:
-        """Take in the lines up to a byte; how many were joined, unknown or repeated."""
-        tally: Counter[str] = collections.Counter()
-        number = 0
-        while self._offset < stop:
-            line = self.line()
-            if not line:
-                break
-            number += 1
-            if line.strip():
-                what, words = self._join(line)
-                note(self._say, tally, name, what, "line %d, %s" % (number, words))
-            self._offset += len(line)
-        self.unknown += tally["unknown"]
-        return tally
-
-    def line(self, place: int = -1) -> bytes:
-        """The line that begins at a byte, or the next to be joined."""
-        if place < 0:
-            place = self._offset
+    def line(self, place: int) -> bytes:
+        """The line that begins at a byte."""
         self._file.seek(place)
         return self._file.readline(MAX_REPLY)
 
-    def _join(self, line: bytes) -> Tuple[str, str]:
-        """Join one line; ("", "") or what is the matter with it, in words."""
+    def join(self, name: str, stop: float = math.inf) -> Tuple[Counter[str], bytes]:
+        """Take in the lines up to a byte: how many were joined, unknown or repeated, and the first one."""
+        tally: Counter[str] = collections.Counter()
+        first = line = self.line(self._next)
+        for number in itertools.count(1):
+            if not line or self._next >= stop:
+                break
+            if line.strip():
+                what, words = self._joined(line)
+                note(self._say, tally, name, what, "line %d, %s" % (number, words))
+            self._next += len(line)
+            line = self.line(self._next)
+        self.unknown += tally["unknown"]
+        return tally, first
+
+    def _joined(self, line: bytes) -> Tuple[str, str]:
+        """Join one line: what became of it, and which one it is, in words."""
         document = decoded(line)
         if not isinstance(document, dict):
             return "unknown", "which is no JSON object"
-        key, _, word = str(document.get("custom_id")).rpartition("-")
-        places = self._places.get(key)
-        known = places is not None and ORDINAL.match(word) and int(word) < len(places)
-        if places is None or not known or not document.keys() & RESULT:
+        name = str(document.get("custom_id"))
+        key, _, word = name.rpartition("-")
+        number = int(word) if ORDINAL.match(word) else sys.maxsize
+        places = self._places.get(key, ())
+        if number >= len(places) or not document.keys() & RESULT:
             return "unknown", "custom id " + shown(document.get("custom_id"))
-        number = int(word)
-        if places[number] == MISSING:
-            places[number] = self._offset
-            self.found[key] += 1
-            return "joined", ""
-        if places[number] == DIFFERENT or self.line(places[number]).rstrip() != line.rstrip():
+        place = places[number]
+        if place == MISSING:
+            places[number] = self._next
+            self.found.add(key)
+            return "joined", name
+        if place == DIFFERENT or self.line(place).rstrip() != line.rstrip():
             places[number] = DIFFERENT
         self.repeated[key] += 1
-        return "repeated", document["custom_id"]
+        return "repeated", name
 
-    def outcome(self, post: Post, key: str, number: int) -> Optional[Came]:
+    def came(self, post: Post, key: str, number: int) -> Optional[Came]:
         """What came for a request; None where no line did."""
         place = self._places[key][number]
         if place == MISSING:
             return None
         if place == DIFFERENT:
             return CallFailed("retry", "two different lines have this custom id; neither counts")
-        return post.outcome(an_object(decoded(self.line(place))))
+        return post.came(an_object(decoded(self.line(place))))
 
 
 def note(say: Speaker, tally: Counter[str], job: str, what: str, words: str) -> None:
@@ -3783,76 +4255,81 @@ def note(say: Speaker, tally: Counter[str], job: str, what: str, words: str) -> 
 
 
 class Intake:
-    """Takes in what came of one job: every outcome becomes a row, and what is wrong is named."""
+    """Takes in what came of one job: every reply becomes a row, and what is wrong is named."""
 
     def __init__(self, jobs: Jobs, job: OpenJob, results: Results, name: str) -> None:
-        self._jobs, self._job, self._results, self._name = jobs, job, results, name
-        self._runner, self._status = jobs.runner, jobs.runner.arms[0].state.status
+        self._jobs, self._runner, self._job, self._results, self._name = jobs, jobs.runner, job, results, name
         self._requests = list(job.requests().items())
         self._owner = {item: custom_id for custom_id, request in self._requests for item in request["batch"]}
-        self._verdicts: Counter[str] = collections.Counter()
-        self._tally: Counter[str] = collections.Counter()           # of what is the matter
-        self._replies, self._news = 0, False
+        self._verdicts: Counter[str] = collections.Counter()        # items
+        self._tally: Counter[str] = collections.Counter()           # requests with which something is the matter
+        self._rows = 0                                              # that were written
 
     def take(self, **members: Any) -> bool:
         """Record every outcome, and what is missing; whether the job is thereby collected."""
-        runner, doubtful = self._runner, []  # type: Runner, List[Tuple[int, CallFailed]]
+        runner, later = self._runner, []  # type: Runner, List[int]
+        shown_before = set(runner.examples)
+        proven = runner.proven() and all(request["attempt"] > 1 or request["fallback"] for _, request in self._requests)
         for number in range(1, len(self._requests) + 1):
-            outcome = self._outcome(number)
-            if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and not outcome.certain:
-                doubtful.append((number, outcome))
-            elif outcome is not None:
-                self._record(number, outcome)
+            if not self._taken(number):
+                later.append(number)
             if runner.code:
                 return False
-        # An uncertain refusal is a verdict on a content only where more was answered: else it may hit everybody.
-        sure = len(doubtful) < self._replies or (runner.proven() and len(doubtful) < MAX_STRIKES)
-        for number, refusal in doubtful:
-            self._record(number, refusal, sure)
+        # What fails fails by its own fault where another reply of the job is accepted, or some were before and these
+        # are only second attempts and singles, which may all fail.
+        sure = proven or self._verdicts["ok"] > 0
+        for number in later:
+            self._taken(number, True, sure)
             if runner.code:
                 return False
         self._end(members)
-        if doubtful and not sure:
-            runner.stop("%d of %d requests were refused (%s); check account, model, --param and texts" % (
-                len(doubtful), len(self._requests), doubtful[0][1].detail), STOPPED)
+        for code in runner.examples.keys() - shown_before:
+            self._jobs.say("not accepted: " + reply_words(runner.examples[code], 120))
+        if runner.in_vain():
+            runner.stop(runner.in_vain_words(), STOPPED)
+        else:
+            runner.confirm()
         return True
 
-    def _outcome(self, number: int) -> Optional[Came]:
-        """What is to be recorded of a request; None where that was done before, or its items are answered."""
-        outcome = self._results.outcome(self._jobs.post, self._job.key, number)
-        self._replies += isinstance(outcome, Reply)
-        keys = map(key_of, self._requests[number - 1][1]["text_sha"])
-        if number in self._job.seen or any(self._status.get(key, 0) & ANSWERED for key in keys):
-            return None
-        if outcome is None:
-            self._note("missing", number)
-            return CallFailed("retry", "the results hold no line for it")
-        return outcome
-
-    def _record(self, number: int, outcome: Came, sure: bool = False) -> None:
-        """Put on the ledger what came of a request."""
+    def _taken(self, number: int, failed: bool = False, sure: bool = False) -> bool:
+        """Record what came for a request; False where it came to nothing, and only what is `failed` is to be taken."""
+        runner, job = self._runner, self._job
         custom_id, request = self._requests[number - 1]
-        intent, ask = self._job.intent, ask_of(request)
-        names = {"run": intent["run"], "job": self._name, "custom_id": custom_id}
-        if isinstance(outcome, CallFailed) and outcome.kind == "rejected" and (sure or outcome.certain):
-            outcome = Reply(None, REJECTED, outcome.detail)
-        if isinstance(outcome, CallFailed):
-            self._verdicts["no reply"] += len(ask.items)
-            if outcome.detail != "the results hold no line for it":
-                self._note("errored", number, ": " + outcome.detail)
-            if number not in self._job.failed:
-                self._runner.append_failure(ask, outcome, **names)
-                self._news = True
-            return
-        params = intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None
-        row = judged(ask, outcome, self._runner.task, bool(intent.get("strict")), {
+        came = self._results.came(self._jobs.post, job.key, number)
+        status = runner.arms[0].state.status
+        if number in job.seen or any(status.get(key_of(sha), 0) & ANSWERED for sha in request["text_sha"]):
+            return True                         # of a collection that was cut short, or answered meanwhile
+        ask, names = ask_of(request), {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
+        certain = isinstance(came, CallFailed) and came.certain
+        if isinstance(came, CallFailed) and came.kind == "rejected":
+            came = Reply(None, REJECTED, came.detail)
+        if not isinstance(came, Reply):
+            self._missed(number, ask, came, names)
+            return True
+        params = job.intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None
+        row = judged(ask, came, runner.task, bool(job.intent.get("strict")), {
             "at": timestamp(), "ms": None, "params": params, "prompt_sha": request["prompt_sha"], **names})
-        self._runner.record(row, row_parts(row))
-        self._runner.tally.update(calls=1, replies=1)
+        if row["verdict"] != "ok" and not failed:
+            return False
+        runner.record(row, row_parts(row), certain, sure)
+        runner.tally.update(calls=1, replies=1)
+        self._rows += 1
         self._verdicts[row["verdict"]] += len(ask.items)
-        self._news = True
         if any(self._owner.get(item, custom_id) != custom_id for item in row.get("extra", ())):
             self._note("crossed", number)
+        return True
+
+    def _missed(self, number: int, ask: Ask, failure: Optional[CallFailed], names: Mapping[str, Any]) -> None:
+        """Record that no reply came for a request, unless the ledger says so."""
+        self._verdicts["no reply"] += len(ask.items)
+        if failure is None:
+            failure = CallFailed("retry", "the results hold no line for it")
+            self._note("missing", number)
+        else:
+            self._note("errored", number, ": " + failure.detail)
+        if number not in self._job.failed:
+            self._runner.append_failure(ask, failure, **names)
+            self._rows += 1
 
     def _note(self, what: str, number: int, words: str = "") -> None:
         custom_id, request = self._requests[number - 1]
@@ -3861,17 +4338,16 @@ class Intake:
 
     def _end(self, members: Mapping[str, Any]) -> None:
         """The job is collected: say and write what it came to."""
-        lost = self._verdicts["no reply"]
-        items = self._job.items
+        job, lost, say = self._job, self._verdicts["no reply"], self._jobs.say
         self._runner.tally["unanswered"] += lost
-        if not self._news and "collected" in self._job.steps:
-            self._jobs.say("job %s: nothing new, its results were collected before" % self._name)
+        if not self._rows and "collected" in job.steps:
+            say("job %s: nothing new, its results were collected before" % self._name)
             return
         tally = {what: self._tally[what] for what in ("crossed", "missing", "errored")}
-        self._jobs.step("collected", self._job.key, job=self._name, items=items, unknown=self._results.unknown,
-                        repeated=self._results.repeated[self._job.key], **tally, **members)
-        self._jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
-            self._name, items, items - lost, counts(self._verdicts)))
+        self._jobs.step("collected", job, job=self._name, items=job.items, unknown=self._results.unknown,
+                        repeated=self._results.repeated[job.key], **tally, **members)
+        say("job %s: %d items submitted, %d came back; by verdict: %s" % (
+            self._name, job.items, job.items - lost, counts(self._verdicts)))
 
 
 class Jobs:
@@ -3883,7 +4359,7 @@ class Jobs:
         self.runner, self.say, self.post = runner, say, runner.model.jobs
         self._header, self._state, self._ledger = header, state, ledger
         self._round = self._ordinal = self._fruitless = 0
-        self._again = False                     # this command has asked, or earlier ones, and waits for what came
+        self._again = False                     # calls were made for what was asked, by this command or before
         self._only: Set[int] = set()            # under --limit, the texts asked about
         runner.ledger = ledger
         runner.deadline = time.monotonic() + (runner.options.deadline or math.inf)
@@ -3927,25 +4403,24 @@ class Jobs:
         for job in self.intents(asks, "provider"):
             self._make(job, True)
             made = True
-            if self.runner.code:
-                break
         return made and not self.runner.code
 
     def decided_by_hand(self) -> None:
         """What a person says of jobs that the program cannot decide about: --adopt and --abandon."""
         options, jobs = self.runner.options, self._state.jobs
-        undecided = [job for job in jobs.values() if not job.name]
-        if options.adopt and len(undecided) != 1:
-            raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
-                options.adopt, len(undecided), self._ledger.path))
         if options.adopt:
+            undecided = [job for job in jobs.values() if not job.name]
+            if len(undecided) != 1:
+                raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
+                    options.adopt, len(undecided), self._ledger.path))
             self._adopt(undecided[0], options.adopt)
-        named = [job for job in jobs.values() if options.abandon in (job.key, job.name, job.called)]
-        if options.abandon and not named:
-            raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
-                options.abandon, self._ledger.path, ", ".join({job.called for job in jobs.values()}) or "none"))
-        for job in named if options.abandon else ():
-            self._abandon(job)
+        if options.abandon:
+            named = [job for job in jobs.values() if options.abandon in (job.key, job.name, job.called)]
+            if not named:
+                raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
+                    options.abandon, self._ledger.path, ", ".join({job.called for job in jobs.values()}) or "none"))
+            for job in named:
+                self._abandon(job)
         # Who asks for a part, or again for what is in quarantine, gets that once, and not anew in each round.
         self._again = bool(jobs)
         for job in jobs.values() if options.limit else ():
@@ -3957,42 +4432,39 @@ class Jobs:
             status = self._call(lambda: self.post.status(name))
         except CallFailed as failure:
             raise HarnessError("--adopt %s: %s; check the name" % (name, failure.detail))
-        file = job.steps.get("uploaded", {}).get("file")
-        other = self.post.engine.files and status.key != job.key and status.file != file
+        other = self.post.engine.files and not self._is(job, status)
         if other or name in self._state.names or status.total("completed", "failed") not in (0, job.size):
             raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (name, status.words()))
-        self.step("created", job.key, job=name, by_hand=True)
+        self.step("created", job, job=name, by_hand=True)
+
+    @staticmethod
+    def _is(job: OpenJob, status: JobStatus) -> bool:
+        """Whether a job there is ours, by the key or the file that it names."""
+        return status.key == job.key or status.file == job.steps.get("uploaded", {}).get("file", "")
 
     def _abandon(self, job: OpenJob) -> None:
         """Give a job up for good, and call it off at its provider."""
-        if job.intent.get("engine") == "provider":
-            self.say("job %s is abandoned; %s" % (job.called, self._called_off_there(job)))
-        self.step("abandoned", job.key, detail="by hand")
-
-    def _called_off_there(self, job: OpenJob) -> str:
-        if not job.name:
-            return "its name is not known: if the provider lists it, cancel it there"
-        if not self.runner.options.batch_api:
-            return "it goes on at the provider: cancel it there"
-        try:
-            return "the provider was told to cancel it: " + self._call(lambda: self.post.cancel(job.name)).words()
-        except CallFailed as failure:
-            return "it could not be cancelled, and may go on and cost (%s)" % failure.detail
+        words = "its requests may go on where they were sent"
+        if job.name and self.runner.options.batch_api:
+            try:
+                words = "the provider was told to cancel it: " + self._call(lambda: self.post.cancel(job.name)).words()
+            except CallFailed as failure:
+                words = "it could not be cancelled, and may go on and cost: " + failure.detail
+        self.say("job %s is abandoned; %s" % (job.called, words))
+        self.step("abandoned", job, detail="by hand")
 
     # ---- what is to be asked ----
 
     def pending(self) -> Pending:
         """What is to be asked now."""
-        arm, options, only = self.runner.arms[0], self.runner.options, None  # type: Pending, Settings, Optional[Set[int]]
-        if self._again and options.limit:
-            only = self._only
-        if self._again:
-            options = options._replace(limit=None, retry_quarantined=False)
-        status = arm.state.status
+        arm, options = self.runner.arms[0], self.runner.options
+        status, part = arm.state.status, self._again and bool(options.limit)
         for key, flags in status.items():
             status[key] = flags & ~TAKEN
-            if only is not None and key not in only:
+            if part and key not in self._only:
                 status[key] = flags | TAKEN
+        if self._again:
+            options = options._replace(limit=None, retry_quarantined=False)
         return Pending(arm.source, arm.state, arm.size, options)
 
     def left(self) -> int:
@@ -4012,34 +4484,29 @@ class Jobs:
 
     def intents(self, asks: Iterator[Ask], engine: str, **members: Any) -> Iterator[OpenJob]:
         """Asks as jobs, each of as many as one can take, put on the ledger before they are made."""
+        runner, retry_params = self.runner, self.runner.retry_params
         for ask in asks:
-            key = self._intended(itertools.chain([ask], asks), engine, members)
-            if self.runner.code:
+            if runner.code:
                 return
-            yield self._state.jobs[key]
+            self._ordinal += 1
+            marks = "%s\n%d\n%d" % (runner.run_id, self._round, self._ordinal)
+            key = hashlib.sha256(marks.encode("ascii")).hexdigest()[:24]
+            requests: Dict[str, Dict[str, Any]] = {}
+            write = functools.partial(self._write, itertools.chain([ask], asks), key, requests)
+            write_whole(self.evidence(key, "requests"), write, "--ledger")
+            write_whole(self.evidence(key, "manifest"), functools.partial(self._write_manifest, requests), "--ledger")
+            runner.begin(self._header)
+            self.step("intent", None, key=key, engine=engine, round=self._round, ordinal=self._ordinal,
+                      requests=requests, strict=runner.options.order == "strict" or None, retry_params=retry_params,
+                      **members)
+            if key in self._state.jobs:
+                yield self._state.jobs[key]
 
-    def _intended(self, asks: Iterator[Ask], engine: str, members: Mapping[str, Any]) -> str:
-        """Write the requests of one job, and put it on the ledger; its key."""
-        self._ordinal += 1
-        marks = "%s\n%d\n%d" % (self.runner.run_id, self._round, self._ordinal)
-        key = hashlib.sha256(marks.encode("ascii")).hexdigest()[:24]
-        requests: Dict[str, Dict[str, Any]] = {}
-        write_whole(self.evidence(key, "requests"), functools.partial(self._write_requests, key, asks, requests),
-                    "--ledger")
-        write_whole(self.evidence(key, "manifest"), functools.partial(self._write_manifest, requests), "--ledger")
-        self.runner.begin(self._header)
-        self.step("intent", key, engine=engine, round=self._round, ordinal=self._ordinal, requests=requests,
-                  strict=self.runner.options.order == "strict" or None, retry_params=self.runner.retry_params, **members)
-        self._ledger.sync()                     # before anything that costs money is made
-        return key
-
-    def _write_requests(self, key: str, asks: Iterator[Ask], requests: Dict[str, Dict[str, Any]],
-                        file: IO[bytes]) -> None:
-        """Write a line for each ask that the job can take, and note what the ledger is to hold of it."""
+    def _write(self, asks: Iterator[Ask], key: str, requests: Dict[str, Dict[str, Any]], file: IO[bytes]) -> None:
+        """Write a line for each ask that a job can take, and note what the ledger is to hold of it."""
         runner, size = self.runner, 0
         for number, ask in enumerate(itertools.islice(asks, MAX_REQUESTS), 1):
-            prompt = build_prompt(ask.items, runner.task, runner.prompt_head)
-            extra: Dict[str, Any] = {}
+            prompt, extra = build_prompt(ask.items, runner.task, runner.prompt_head), {}  # type: str, Dict[str, Any]
             if runner.model.structure is not None:
                 extra.update(runner.model.structure(ask.ids))
             if ask.attempt > 1 or ask.fallback:
@@ -4048,24 +4515,26 @@ class Jobs:
             requests[name] = request_of(ask, prompt)
             size += file.write(self.post.request(name, prompt, extra))
             if size > MAX_JOB_BYTES:
-                break
+                return
 
     def _write_manifest(self, requests: Mapping[str, Mapping[str, Any]], file: IO[bytes]) -> None:
         """Write a line for each item: evidence, for who joins results by hand."""
         for name, request in requests.items():
-            for id_, sha, source in zip(request["batch"], request["text_sha"], request["sources"]):
-                row = {"custom_id": name, "id": id_, "text_sha": sha, "source": source,
+            for members in zip(request["batch"], request["text_sha"], request["sources"]):
+                row = {"custom_id": name, **dict(zip(("id", "text_sha", "source"), members)),
                        "rubric_version": self.runner.task.rubric_version}
                 file.write(json.dumps(row).encode("ascii") + b"\n")
 
-    def step(self, step: str, key: str, **members: Any) -> None:
-        """Put a step of a job on the ledger, under the run that intended it."""
+    def step(self, step: str, about: Optional[OpenJob], **members: Any) -> None:
+        """Put a step of a job on the ledger, under the run that intended it, and on the disk."""
         runner = self.runner
-        job = self._state.jobs.get(key) or self._state.closed.get(key)
-        row = {"at": timestamp(), "run": job.intent["run"] if job else runner.run_id, "step": step, "key": key,
+        row = {"at": timestamp(), "run": runner.run_id, "step": step, "key": "",
                "stage": runner.task.stage, "task": runner.task.fingerprint, **members}
+        if about is not None:
+            row.update(run=about.intent["run"], key=about.key)
         if runner.append_event("job", **row) is not None:
             self._state.apply({"event": "job", **row})
+            self._ledger.sync()                 # before anything that costs money is made
 
     def evidence(self, key: str, what: str) -> str:
         """Where something lies beside the ledger."""
@@ -4076,18 +4545,16 @@ class Jobs:
     def _make(self, job: OpenJob, fresh: bool) -> None:
         """Make the job that was intended, under its key; what may have been made is looked for first."""
         post, key, path = self.post, job.key, self.evidence(job.key, "requests")
-        files = post.engine.files
+        files, there = post.engine.files, post.holds(path, job.requests())
         doubt = not fresh and ("uploaded" in job.steps or not files)
-        if files and "uploaded" not in job.steps:
-            if not post.holds(path, job.requests()):
-                self.step("abandoned", key, detail="it was not made, and its requests are gone from " + path)
-                return
-            uploaded = self.persist("no job was made", lambda troubles: post.upload(key, path))
-            if uploaded is not None:
-                self.step("uploaded", key, file=uploaded)
-                self._ledger.sync()
         looks = 2 * doubt
-        file = job.steps.get("uploaded", {}).get("file", "")
+        if not there and not doubt:
+            self.step("abandoned", job, detail="it was not made, and its requests are gone from " + path)
+            return
+        if files and "uploaded" not in job.steps:
+            file = self.persist("no job was made", lambda troubles: post.upload(key, path))
+            if file is not None:
+                self.step("uploaded", job, file=file)
 
         def attempt(troubles: int) -> JobStatus:
             nonlocal looks, doubt
@@ -4098,11 +4565,11 @@ class Jobs:
                 looks -= 1
                 if looks:
                     raise CallFailed("retry", "looking for a job that may have been made" + hidden, wait=GRACE)
-            if not files and not post.holds(path, job.requests()):
+            if not there and not files:
                 raise CallFailed("stop", "its requests are gone from %s; put that back, or say --abandon %s" % (
                     path, key))
             try:
-                return post.create(key, job.intent["run"], file, path)
+                return post.create(key, job.intent["run"], job.steps.get("uploaded", {}).get("file", ""), path)
             except CallFailed as failure:
                 if failure.status in NO_ENGINE:
                     raise CallFailed("stop", "there is no batch engine (%s); leave --batch-api out, or `emit` a file" % (
@@ -4112,16 +4579,15 @@ class Jobs:
                     detail = "it is not known whether a job was made (%s); looking for it" % failure.detail
                     raise CallFailed("retry", detail, wait=max(GRACE, failure.wait or 0.0))
                 if failure.status != 429 and troubles + 1 >= TRIES:
-                    failure.kind = "stop"               # a file that was just uploaded may not be seen yet
+                    failure.kind = "stop"               # a file that was just uploaded may not be seen before
                 raise
 
         status = self.persist("no job was made", attempt, makes=True)
         if status is not None:
-            self.step("created", key, job=status.name)
-            self._ledger.sync()
+            self.step("created", job, job=status.name)
             self.say("job %s: %d requests about %d items, %s" % (status.name, job.size, job.items, status.status))
         elif self.runner.code == STOPPED and not doubt:
-            self.step("abandoned", key, detail=self.runner.reason)
+            self.step("abandoned", job, detail=self.runner.reason)
 
     def _found(self, job: OpenJob) -> Tuple[Optional[JobStatus], str]:
         """The job of an intent in the provider's list, and in words what of the list cannot be seen.
@@ -4129,56 +4595,53 @@ class Jobs:
         NotYet: one may be it, and cannot be looked into.  Where a job carries no key, its custom ids tell, which are
         to be had once it has ended.
         """
-        file = job.steps.get("uploaded", {}).get("file")
-        since = seconds_of(job.intent["at"]) - SKEW
-        doubtful = ""
+        since, doubtful = seconds_of(job.intent["at"]) - SKEW, ""
         for count, status in enumerate(self.post.listed()):
             if status is None:
                 return None, " (the provider lists %d jobs and no more: an older one cannot be seen)" % count
-            if status.key == job.key or (file is not None and status.file == file):
+            if self._is(job, status):
                 return status, ""
-            fits = status.total() in (0, job.size) and (not status.made or status.made > since)
-            if fits and not self.post.engine.files and status.name not in self._state.names:
+            new = status.name not in self._state.names and (not status.made or status.made > since)
+            if new and not self.post.engine.files and status.total() in (0, job.size):
                 ours = self.post.bears(status, job.key)
                 if ours:
                     return status, ""
                 if ours is None:
                     doubtful = doubtful or status.name
         if doubtful:
-            raise NotYet("job %s may be the one that was to be made, and cannot be looked into yet; wait until it ends, "
-                         "or say --adopt %s" % (doubtful, doubtful))
+            raise NotYet("job %s may be the one that was to be made, and cannot be looked into yet; wait until it "
+                         "ends, or say --adopt %s" % (doubtful, doubtful))
         return None, ""
 
     def _finish(self, job: OpenJob) -> None:
         """Wait for a job, and take in what it brought."""
         if not job.name:
             self._make(job, False)
-        if not job.name or self.runner.code:
-            return
+        path, status = self.evidence(job.key, "results"), None
 
         def ended(troubles: int) -> JobStatus:
             status = self.post.status(job.name)
             if not status.ended or self.runner.code:
                 raise NotYet("job %s: %s" % (job.name, status.words()))
-            write = functools.partial(self.post.results, status, troubles >= TRIES)
-            write_whole(self.evidence(job.key, "results"), write, "--ledger")
+            write_whole(path, functools.partial(self.post.results, status, troubles >= TRIES), "--ledger")
             return status
 
-        status = self.persist("job %s cannot be asked after" % job.name, ended,
-                              "; if it is gone for good, say --abandon " + job.name)
+        if job.name:
+            status = self.persist("job %s cannot be asked after" % job.name, ended,
+                                  "; if it is gone for good, say --abandon " + job.name)
         if status is not None:
-            with contextlib.closing(Results(self.evidence(job.key, "results"), [job], self.say)) as results:
+            with contextlib.closing(Results(path, [job], self.say)) as results:
                 self._take(job, status, results)
 
     def _take(self, job: OpenJob, status: JobStatus, results: Results) -> None:
         """Take in what a job brought, unless it is another's."""
         results.join("job " + job.name)
         if not results.found and (results.unknown or job.steps["created"].get("by_hand")):
-            self.step("disowned", job.key, detail="job %s holds none of the requests" % status.name)
+            self.step("disowned", job, detail="job %s holds none of the requests" % status.name)
             self.runner.stop("job %s holds none of the requests that were submitted; --adopt another, or --abandon %s"
                              % (status.name, job.key), STOPPED)
-        elif Intake(self, job, results, status.name).take(ended_as=status.status, counts=dict(status.counts),
-                                                          detail=status.errors):
+        elif Intake(self, job, results, status.name).take(
+                ended_as=status.status, counts=status.counts, detail=status.errors):
             self.say("job %s, as the provider counts: %s" % (status.name, status.words()))
             words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % job.key, status.errors)
             if words and set(re.findall(r": (\w+): ", words)) == {"token_limit_exceeded"}:
@@ -4190,27 +4653,27 @@ class Jobs:
 
     def persist(self, what: str, do: Callable[[int], Given], advice: str = "", makes: bool = False) -> Optional[Given]:
         """What `do` gives, which is told how often in a row it has failed, and is tried again for as long as that
-        may help; None once the run has been stopped.  `advice` is for what is not there.
+        may help; None once the run has been stopped.  `advice` is for what is not there; what `makes` something is
+        waited for to its end.
         """
-        import random
-        looks = troubles = 0
+        waits = troubles = 0
         while not self.runner.code:
             try:
                 return self._call(functools.partial(do, troubles), makes)
-            except NotYet as news:
-                looks, troubles = looks + 1, 0
-                wait, words, patient = 0.0, str(news), False
-            except CallFailed as failure:
-                looks, troubles = 0, troubles + 1
-                absent = advice and failure.status in ABSENT
-                words = "%s: %s%s" % (what, failure.detail, advice if absent else "")
-                if (failure.kind == "stop" and not absent) or troubles == (GONE if absent else MAX_TROUBLES):
-                    self.runner.stop(words, STOPPED)
-                wait, patient = failure.wait or 0.0, troubles <= TRIES
-            if self.runner.options.no_wait and not patient:
+            except CallFailed as error:
+                failure = error
+            words, most = failure.detail, MAX_TROUBLES
+            troubles = 0 if isinstance(failure, NotYet) else troubles + 1
+            if troubles:
+                words = "%s: %s" % (what, words)
+            if advice and failure.status in ABSENT:
+                words, most, failure.kind = words + advice, GONE, "retry"
+            if failure.kind == "stop" or troubles >= most:
+                self.runner.stop(words, STOPPED)
+            elif self.runner.options.no_wait and not 0 < troubles <= TRIES:
                 self.runner.stop(words, WAITING)
-            grown = min(MAX_POLL, POLL * 1.5 ** min(20, looks + troubles - 1))
-            self._wait(wait or grown * (0.9 + 0.2 * random.random()), words)
+            self._wait(failure.wait or min(MAX_POLL, POLL * 1.5 ** min(waits, 20)), words)
+            waits += 1
         return None
 
     def _call(self, function: Callable[[], Given], to_its_end: bool = False) -> Given:
@@ -4225,14 +4688,13 @@ class Jobs:
                 came.append(function())
             except BaseException as error:      # data for the main thread, which raises it
                 errors.append(error)
-            self.post.close()
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
             self.runner.model.tick(time.monotonic())
             if not to_its_end and self._called_off("waiting for the provider") and thread.is_alive():
-                raise CallFailed("retry", "given up")
+                raise NotYet("given up")
         for error in errors:
             raise error
         return came[0]
@@ -4262,9 +4724,8 @@ class Jobs:
 def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
                 say: Speaker) -> Runner:
     """A run whose calls go by jobs; with --finish online those after the first round do not.  The last runner."""
-    jobs = Jobs(runner, header, state, ledger, say)
+    jobs, left = Jobs(runner, header, state, ledger, say), 0
     jobs.run()
-    left = 0
     if runner.options.finish == "online" and not runner.code:
         left = jobs.left()
     if not left:
@@ -4272,6 +4733,7 @@ def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: 
     say("the rest is asked online: %d calls, and more where they fail" % left)
     online = Runner(runner.task, runner.model, [jobs.pending()], runner.options)
     online.figures, online.tally, online.deadline = runner.figures, runner.tally, runner.deadline
+    online.examples = runner.examples
     online.run(ledger, header, say)
     return online
 
@@ -4288,73 +4750,6 @@ def evidence_folder(ledger: str) -> str:
     return folder
 
 
-def check_target(path: str) -> None:
-    """HarnessError when `emit` would write over something else than requests."""
-    if os.path.isfile(path) and b'"method": "POST"' not in beginning(path):
-        raise HarnessError("%s exists and holds no requests; name another file" % path)
-
-
-def beginning(path: str) -> bytes:
-    """The first bytes of a file, enough to see what it is."""
-    try:
-        with open(path, "rb") as file:
-            return file.read(500)
-    except OSError as error:
-        raise HarnessError("cannot read %s: %s; check the name" % (path, error.strerror))
-
-
-def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
-                  out: Speaker) -> int:
-    """Write the requests of a round to files, in OpenAI's batch form."""
-    jobs, options = Jobs(runner, header, state, ledger, out), runner.options
-    parts, share, made = 1, sys.maxsize, 0
-    with runner.lock:
-        jobs.decided_by_hand()
-        for job in state.jobs.values():
-            raise HarnessError("the results of %s are not collected; `collect` them, or --abandon %s" % (
-                job.called, job.called))
-        if options.parts > 1:
-            count = jobs.left()
-            parts = max(1, min(options.parts, count))
-            share = max(1, -(-count // parts))
-        names = [options.file]
-        if options.parts > 1:
-            root, ending = os.path.splitext(options.file)
-            names = ["%s-%d-of-%d%s" % (root, number, parts, ending) for number in range(1, parts + 1)]
-        for name in names:
-            check_target(name)
-        asks = jobs.asks()
-        for name in names:
-            made += emit_part(jobs, itertools.islice(asks, share), name)
-    status = runner.arms[0].state
-    if not made and not runner.code:
-        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(map(
-            status.count, (ANSWERED, FROZEN, QUARANTINED))))
-    if not made:
-        return closing_words(runner, status.count(ANSWERED), status.count(QUARANTINED), out)
-    return runner.code
-
-
-def emit_part(jobs: Jobs, asks: Iterator[Ask], path: str) -> int:
-    """Write one file of requests; how many it holds."""
-    made = list(jobs.intents(asks, "file", file=path))
-    requests = [jobs.evidence(job.key, "requests") for job in made]
-    if not made or jobs.runner.code:
-        return 0
-    try:
-        write_whole(path, lambda file: [file.write(part) for name in requests for part in read_parts(name)], "the file")
-    except HarnessError as error:
-        for job in made:
-            jobs.step("abandoned", job.key, detail=str(error))
-        raise
-    for job in made:
-        jobs.step("created", job.key, job="file " + path)
-    count = sum(job.size for job in made)
-    jobs.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
-        count, sum(job.items for job in made), path, jobs.runner.options.ledger))
-    return count
-
-
 def read_parts(path: str) -> Iterator[bytes]:
     """The parts of a file, or of what a gzipped one holds, without a byte order mark; HarnessError where it cannot
     be read.
@@ -4367,8 +4762,60 @@ def read_parts(path: str) -> Iterator[bytes]:
                 stream = gzip.GzipFile(fileobj=file)
             yield without_bom(stream.read(PART))
             yield from iter(lambda: stream.read(PART), b"")
-    except (OSError, EOFError, zlib.error) as error:
-        raise HarnessError("cannot read %s: %s; check it" % (path, getattr(error, "strerror", None) or error))
+    except (*NOT_READ, ImportError) as error:
+        raise HarnessError("cannot read %s: %s; check the file" % (path, getattr(error, "strerror", None) or error))
+
+
+def check_target(path: str) -> None:
+    """HarnessError when `emit` would write over something else than requests."""
+    if os.path.isfile(path) and b'"method": "POST"' not in next(read_parts(path))[:200]:
+        raise HarnessError("%s exists and holds no requests; name another file" % path)
+
+
+def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
+                  out: Speaker) -> int:
+    """Write the requests of a round to files, in OpenAI's batch form."""
+    jobs, options, made = Jobs(runner, header, state, ledger, out), runner.options, 0
+    with runner.lock:
+        jobs.decided_by_hand()
+        for job in state.jobs.values():
+            raise HarnessError("the results of %s are not collected; `collect` them, or --abandon %s" % (
+                job.called, job.called))
+        share, names = sys.maxsize, [options.file]
+        if options.parts > 1:
+            count = jobs.left()
+            share = max(1, -(-count // options.parts))
+            parts, (root, ending) = -(-count // share), os.path.splitext(options.file)
+            names = ["%s-%d-of-%d%s" % (root, number, parts, ending) for number in range(1, parts + 1)]
+        for name in names:
+            check_target(name)
+        asks = jobs.asks()
+        for name in names:
+            made += emit_part(jobs, itertools.islice(asks, share), name)
+    count_of = runner.arms[0].state.count
+    if not made and not runner.code:
+        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(map(
+            count_of, (ANSWERED, FROZEN, QUARANTINED))))
+    return runner.code if made else closing_words(runner, count_of(ANSWERED), count_of(QUARANTINED), out)
+
+
+def emit_part(jobs: Jobs, asks: Iterator[Ask], path: str) -> int:
+    """Write one file of requests; how many jobs it holds."""
+    made = list(jobs.intents(asks, "file", file=path))
+    names = [jobs.evidence(job.key, "requests") for job in made]
+    if not made or jobs.runner.code:
+        return 0
+    try:
+        write_whole(path, lambda file: [file.write(part) for name in names for part in read_parts(name)], "the file")
+    except HarnessError as error:
+        for job in made:
+            jobs.step("abandoned", job, detail=str(error))
+        raise
+    for job in made:
+        jobs.step("created", job, job="file " + path)
+    jobs.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
+        sum(job.size for job in made), sum(job.items for job in made), path, jobs.runner.options.ledger))
+    return len(made)
 
 
 def copied(paths: Sequence[str], folder: str) -> Tuple[str, List[int]]:
@@ -4389,36 +4836,33 @@ def copied(paths: Sequence[str], folder: str) -> Tuple[str, List[int]]:
 
 
 def looks_like(line: bytes) -> str:
-    """What a file that holds no results is, by its first line."""
+    """What a file that holds no results for us is, by its first line."""
     document = decoded(line)
-    if not line.strip():
-        return "its first line is blank"
     if not isinstance(document, dict):
-        return "its first line is no JSON object: %s" % shown(line.decode("utf-8", "replace"))
+        return "its first line is no JSON object: " + shown(line[:80].decode("utf-8", "replace"))
     if "method" in document or "params" in document:
         return "it holds requests; name what the engine wrote"
-    if "custom_id" not in document:
-        return "its lines have no custom_id; they have %s" % ", ".join(sorted(document)[:8])
-    if not document.keys() & RESULT:
-        return "its lines have no response and no error; they have %s" % ", ".join(sorted(document)[:8])
-    return "its first custom_id, %s, is of no request that `emit` put on this ledger" % shown(document["custom_id"])
+    if "custom_id" in document and document.keys() & RESULT:
+        return "its first custom_id, %s, is of no request that `emit` put on this ledger" % shown(document["custom_id"])
+    return "its lines are no results with custom_id and response; they have " + ", ".join(sorted(document)[:8])
 
 
 def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
+    client = Client("http://localhost", 1.0, [], "")                    # never asked: it reads what others brought
+    endpoint = Endpoint(client, APIS["chat"], {})
+    post, states, odd = Post(client, endpoint, ENGINES["chat"]), {}, []  # type: Post, Dict[str, State], List[str]
     with contextlib.ExitStack() as stack:
         ledger, state = stack.enter_context(contextlib.closing(Ledger(options.ledger))), JobState()
         ledger.replay(state.apply)
-        jobs = [job for job in (*state.closed.values(), *state.jobs.values())
+        jobs = [job for job in state.jobs.values()
                 if job.intent.get("engine") == "file" and job.intent["run"] in state.runs]
         path, ends = copied(options.files, evidence_folder(options.ledger))
         results = stack.enter_context(contextlib.closing(Results(path, jobs, say)))
-        odd = []
         for name, end in zip(options.files, ends):
-            first = results.line()
-            tally = results.join(name, end)
+            tally, first = results.join(name, end)
             say("%s, lines: %s" % (name, counts(tally)))
             if not tally["joined"] and not tally["repeated"]:
                 odd.append("%s: %s" % (name, looks_like(first)))
@@ -4429,39 +4873,23 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
         for words in odd:
             say(words)
         left = results.unknown
-        runners = collecting_runners(options, ledger, state, [job for job in jobs if job.key in results.found])
-        name = "file " + options.files[0]
-        if len(options.files) > 1:
-            name += " and %d more" % (len(options.files) - 1)
-        for job, runner in runners:
+        for job in [job for job in jobs if job.key in results.found]:
+            run = state.runs[job.intent["run"]]
+            answers = states.get(run["fingerprint"])
+            if answers is None:
+                answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
+                ledger.replay(answers.apply)
+            model = Model(run["model"], "", endpoint, jobs=post)
+            pending = Pending(Sample(options.ledger, []), answers, 1, options)
+            runner = Runner(answers.task, model, [pending], options._replace(workers=1))
             with runner.lock:
-                Intake(Jobs(runner, dict, state, ledger, say), job, results, name).take()
+                Intake(Jobs(runner, dict, state, ledger, say), job, results, "file " + options.files[0]).take()
             results.unknown = 0                                         # counted once
             left += runner.tally["unanswered"] + runner.tally["quarantined"]
             if runner.code:
                 return closing_words(runner, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
     return QUARANTINED_LEFT if left else DONE
-
-
-def collecting_runners(options: Settings, ledger: Ledger, state: JobState,
-                       jobs: Sequence[OpenJob]) -> List[Tuple[OpenJob, Runner]]:
-    """For each job what records its results: the task and the model's name are those of the run that asked."""
-    client = Client("http://localhost", 1.0, [], "")                    # never asked: it reads what others brought
-    endpoint = Endpoint(client, APIS["chat"], {})
-    post = Post(client, endpoint, ENGINES["chat"])
-    states: Dict[str, State] = {}
-    made = []
-    for job in jobs:
-        run = state.runs[job.intent["run"]]
-        if run["fingerprint"] not in states:
-            states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
-        answers = states[run["fingerprint"]]
-        model = Model(run["model"], "", endpoint, jobs=post)
-        pending = Pending(Sample(options.ledger, []), answers, 1, options)
-        made.append((job, Runner(answers.task, model, [pending], options._replace(workers=1))))
-    ledger.replay(lambda row: [answers.apply(row) for answers in states.values()])
-    return made
 
 
 # ====================================================================================================================
@@ -4714,7 +5142,7 @@ class Reading:
         if row["event"] == "run":
             self.runs.append(row)
             self._models[row["run"]] = row["model"], an_object(row["task"].get("fields")) or DEFAULT_TASK["fields"]
-        elif row["event"] == "attempt":
+        elif row["event"] in ("attempt", "quarantine"):
             self._attempt(ledger, line.number, row)
         elif row["event"] == "failure":
             self.failures["429"] += row.get("coalesced", 0)     # the waits of an episode that have no row of their own
@@ -4726,7 +5154,8 @@ class Reading:
         asked, fields = self._models.get(row["run"], ("?", DEFAULT_TASK["fields"]))
         string: Any = name["model_string"]
         arm = self.arms.setdefault((*name.values(), asked * (not string)), Arm(name, asked, fields))
-        arm.add(row)
+        if row["event"] == "attempt":
+            arm.add(row)
         before = self._last.setdefault((ledger, asked), string) if string else string
         if string != before:
             self._last[ledger, asked] = string
@@ -5161,7 +5590,7 @@ def inspection(options: Settings, reading: Reading, datas: Sequence[Mapping[str,
 
     def take(ledger: str, line: Line) -> None:
         row = line.row or {}
-        if row["event"] == "attempt" and (row["verdict"] == "ok" or "quarantined" in row):
+        if row["event"] == "attempt" and "text_sha" in row:
             for sha, name in zip(row["text_sha"], row["batch"]):
                 place = (ledger, row["task"], row.get("arm"), sha)
                 if row["verdict"] == "ok" and key_of(sha) in texts:
@@ -5302,15 +5731,16 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     for number, row in touching:
         if row["event"] == "apply":
             outcomes = [word for word in OUTCOMES if any(name.startswith(one) for one in row.get(word, ()))]
+            outcomes += [str(why) for one, why in row.get("why", {}).items() if name.startswith(one)]
             out("\nline %d, %s, %s: %s" % (number, row.get("at"), row["target"], ", ".join(outcomes)))
             continue
         arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
         out("\nline %d, %s, %s of run %s, batch %s%s" % (
             number, row.get("at"), row["event"], row.get("run"), row.get("batch_id"), arm))
         for word, words in attempt_words(row, name, runs, texts) if row["event"] == "attempt" else [
-                ("no reply", str(row.get("detail")))]:
+                (row.get("verdict", "no reply"), str(row.get("detail", "")))]:
             out("  %-12s %s" % (word, words.replace("\n", "\n" + " " * 15)), wrap=False)
-        if row["event"] == "attempt" and (row["verdict"] == "ok" or "quarantined" in row):
+        if row.get("verdict") == "ok" or "quarantined" in row:
             settled.append("%s in line %d%s" % ("answered" if row["verdict"] == "ok" else "quarantined", number, arm))
     out("\nwhere it stands: " + ("; then ".join(settled) or "pending: no attempt has settled it"))
     return DONE
@@ -5372,8 +5802,8 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
     return fitting[0]
 
 
-EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "model_string", "rubric_version", "run", "batch_id",
-                  "text_sha256", "text")
+EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string", "rubric_version", "run",
+                  "batch_id", "text_sha256", "text")
 
 
 def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Dict[str, Any]]:
@@ -5397,6 +5827,8 @@ def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -
                     settled = settling(place)
                     out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")})
                     out["status"], out["answer"] = standing(settled, sha)
+                    if settled["verdict"] != "ok":
+                        out.update(verdict=settled["verdict"], detail=settled.get("detail"))
             yield out
 
 
@@ -5515,7 +5947,7 @@ class Numbers:
     def take(self, row: Mapping[str, Any]) -> None:
         """Count the items of an attempt or failure row, or of a job's request."""
         news = self.SUBMITTED
-        if row.get("event") == "attempt":
+        if row.get("event") in ("attempt", "quarantine"):
             news |= self.RETURNED | self.ACCEPTED * (row["verdict"] == "ok") | self.SET_ASIDE * ("quarantined" in row)
         for name in row["batch"]:
             item = int(name[:ID_LENGTH], 16)
@@ -5550,6 +5982,7 @@ class Auditor:
         self.open: Set[str] = set()                                 # keys of jobs that are not collected
         self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
         self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
+        self._failed: Set[int] = set()                              # hashes of what was asked and of the verdict
         self._runs: Dict[str, Mapping[str, Any]] = {}
 
     def take(self, line: Line) -> None:
@@ -5560,7 +5993,7 @@ class Auditor:
             self.faults.append("%s:%d: %s" % (self.path, line.number, words))
         if row["event"] == "run":
             self._run(row, fault)
-        elif row["event"] == "attempt":
+        elif row["event"] in ("attempt", "quarantine"):
             self._attempt(row, fault)
         elif row["event"] == "failure" and "batch" in row:
             self._count(row)
@@ -5588,6 +6021,11 @@ class Auditor:
 
     def _attempt(self, row: Mapping[str, Any], fault: Callable[[str], None]) -> None:
         self._count(row)
+        if row["verdict"] != "ok":
+            came = hash((row["run"], row.get("arm"), *row["batch"], row["attempt"], row["verdict"]))
+            if row["event"] == "quarantine" and came not in self._failed:
+                fault("it quarantines items, and no reply about them that came before has its verdict")
+            self._failed.add(came)
         task = self.tasks.get(row["run"])
         if row["run"] not in self.tasks:
             fault("no run row %s stands before it" % shown(row["run"]))
@@ -5672,8 +6110,8 @@ class Auditor:
             yield "%s: the job of key %s is not collected" % (self.path, key)
         for target in sorted({target for target, _ in self.applied}):
             tally = collections.Counter(word for (where, _), word in self.applied.items() if where == target)
-            yield "%s: %s: applied %d + stale %d + missing %d" % (
-                self.path, target, tally["applied"], tally["stale_text"] + tally["stale_rubric"], tally["missing_row"])
+            yield "%s: %s: %s" % (
+                self.path, target, " + ".join("%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
 
 
 def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -5712,6 +6150,9 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
 
 
 CHUNK = 1000                                                            # rows of one transaction
+UNDONE = {"not_kept": "give the column a type that holds it, or look at the triggers",      # what to do about it
+          "refused": "change the table's rules, or this task's"}
+LOCK_WAIT = 30.0                                                        # seconds, for another program to let go
 
 
 class Change(NamedTuple):
@@ -5741,8 +6182,8 @@ class Table:
             raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
                 "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
         path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
-        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True, timeout=30,
-                                    isolation_level=None)
+        self.base = sqlite3.connect("file:%s?mode=%s" % (path, "ro" if options.dry_run else "rw"), uri=True,
+                                    timeout=LOCK_WAIT, isolation_level=None)
         self.base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
         kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
         if kinds.get(self.name) != "table":
@@ -5760,32 +6201,71 @@ class Table:
                 self.name, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
         taken = {name.lower() for name in columns}
         self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
+        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
+        self._select = "SELECT %s FROM %s WHERE %s " % (", ".join(columns), quoted(self.name), self.row)
         try:
-            self.base.execute("SELECT %s FROM %s LIMIT 1" % (self.row, quoted(self.name)))
-        except sqlite3.Error:
+            self.cells(0)
+        except sqlite3.OperationalError as error:
+            if "no such column" not in str(error):
+                raise
             raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
 
+    def cells(self, row: int) -> Any:
+        """One row as it is now, as (rowid, text, key, rubric, batch, values...); None where it is gone."""
+        return self.base.execute(self._select + "= ?", (row,)).fetchone()
+
     def chunk(self, after: float) -> List[Tuple[Any, ...]]:
-        """The next rows, as (rowid, text, key, rubric, batch, values...)."""
+        """The cells of the next rows."""
         import sqlite3
-        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
-        rows = self.base.execute("SELECT %s FROM %s WHERE %s > ? ORDER BY %s LIMIT %d" % (
-            ", ".join(columns), quoted(self.name), self.row, self.row, CHUNK), (after,)).fetchall()
+        rows = self.base.execute("%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, text: str, change: Change) -> bool:
-        """Write one decision, where the row's text and rubric still allow it; whether they did."""
-        sets, values = [*self.fields, self.batch], [*change.values, change.mark]
-        where, bounds = "%s = ? AND %s IS ? COLLATE BINARY" % (self.row, quoted(self.text)), [row, text]
+    def update(self, row: int, change: Change) -> Tuple[str, str]:
+        """Write one decision and read the row back: its outcome, and why it is not "applied"; then it is undone."""
+        import sqlite3
+        sets = {**dict(zip(self.fields, change.values)), self.batch: change.mark}
         if self.rubric is not None:
-            sets, values = [*sets, self.rubric], [*values, self.version]
-            where += " AND CAST(coalesce(%s, ?) AS INTEGER) <= ?" % quoted(self.rubric)
-            bounds += [self.version, self.version]
-        done = self.base.execute("UPDATE %s SET %s WHERE %s" % (
-            quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), where), [*values, *bounds])
-        return done.rowcount == 1
+            sets[self.rubric] = self.version
+        self.base.execute("SAVEPOINT decision")
+        try:
+            self.base.execute("UPDATE %s SET %s WHERE %s = ?" % (
+                quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), self.row),
+                [*sets.values(), row])
+            why = self._not_kept(self.cells(row), change)
+            outcome = "not_kept" if why else "applied"
+        except sqlite3.Error as error:
+            outcome, why = "refused", str(error)[:MAX_KEPT]
+            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", why):
+                raise                                   # it is not about this row
+        if self.base.in_transaction:                    # a trigger may have rolled back all of it
+            if why:
+                self.base.execute("ROLLBACK TO decision")
+            self.base.execute("RELEASE decision")
+        return outcome, why
+
+    def _not_kept(self, cells: Any, change: Change) -> str:
+        """Which column of a row does not hold what was written, in value and type; blank where each one does."""
+        if cells is None:
+            return "the row went away when it was written"
+        if self.version is not None and version_in(cells[3]) != self.version:
+            return "column %s holds %s where %s was written" % (self.rubric, shown(cells[3]), self.version)
+        for name, now, value in zip((self.batch, *self.fields), cells[4:], (change.mark, *change.values)):
+            if not same_cell(now, value):
+                return "column %s holds %s where %s was written" % (name, shown(now), shown(value))
+        return ""
+
+
+def same_cell(now: Any, value: Any) -> bool:
+    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is never a text."""
+    return bool(now == value) and isinstance(now, str) == isinstance(value, str)
+
+
+def version_in(cell: Any) -> Optional[int]:
+    """The rubric version that a cell spells, in a column of any type; None where it spells none."""
+    match = re.match(r"(-?\d{1,19})(\.0)?\Z", str(cell))
+    return int(match.group(1)) if match else None
 
 
 def quoted(name: str) -> str:
@@ -5831,72 +6311,84 @@ class Applier:
 
     def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
                  options: Settings) -> None:
-        self.table, self.found, self._left, self._dry = table, found, options.limit or math.inf, options.dry_run
+        self.table, self.found, self._limit, self._dry = table, found, options.limit, options.dry_run
         self._known = known                             # items that the ledger says were applied
         self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
         self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
+        self.why: Dict[str, str] = {}                   # digest -> why a row that was to be written does not hold it
         self.written = 0                                # rows
         self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
         self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
+        self._barred: Dict[int, Tuple[str, str]] = {}   # rows whose writing rolls the whole transaction back
 
-    def chunk(self, after: float) -> Optional[int]:
+    def chunk(self, after: float) -> Optional[float]:
         """Decide the next rows, in one transaction; the last of them, or None where there is none."""
-        base = self.table.base
+        base, written = self.table.base, self.written
+        news: List[Tuple[str, str, str]] = []
         base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
         try:
             rows = self.table.chunk(after)
-            for row in rows:
-                self._row(row)
+            for cells in rows:
+                news.append(self._row(cells))
+                if not base.in_transaction:             # nothing of it stands: once more, without this row
+                    self.written = written
+                    return after
             base.execute("COMMIT")
         except BaseException:
             if base.in_transaction:
                 base.execute("ROLLBACK")
             raise
+        for sha, outcome, why in news:
+            self._note(sha, outcome, why)
         return rows[-1][0] if rows else None
 
-    def _row(self, cells: Sequence[Any]) -> None:
-        """Decide one row, as Table.chunk gives it."""
-        row, text, key, rubric, batch = cells[:5]
-        values = tuple(cells[5:])
+    def _row(self, cells: Sequence[Any]) -> Tuple[str, str, str]:
+        """Decide one row, given by its cells, as (digest, outcome, why); without an outcome where it is left alone."""
+        row, text, key, rubric, batch, *values = cells
         sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
         change, version = self.found.get(sha), self.table.version
         if change is None:
-            known = self._by_source.get(str(key))
-            if known is not None:
-                self._note(known, "stale_text")
-        elif self._before(change, batch, values):
-            self._note(sha, "applied")
-        elif version is not None and rubric is not None and not (
-                re.match(r"-?\d+(\.0)?\Z", str(rubric)) and int(float(rubric)) <= version):
-            self._note(sha, "stale_rubric")
-        elif not self._left:
-            self.left_out.add(sha)
-        elif self._dry or self.table.update(row, text, change):
-            self._left -= 1
-            self.written += 1
-            self._note(sha, "applied")
-        else:
-            self._note(sha, "stale_text")
+            return self._by_source.get(str(key), ""), "stale_text", ""
+        if self._before(change, batch, values):
+            return sha, "applied", ""
+        if version is not None and rubric is not None:
+            decided = version_in(rubric)
+            if decided is None or decided > version:
+                return sha, "stale_rubric", ""
+        if self.written == self._limit:
+            return sha, "", ""
+        now = cells if self._dry else self.table.cells(row)
+        if now != cells:                                # a trigger of a row before it has changed it
+            return self._row(now) if now else ("", "", "")
+        outcome, why = self._barred.get(row) or (("applied", "") if self._dry else self.table.update(row, change))
+        if not self.table.base.in_transaction:
+            self._barred[row] = outcome, why
+        self.written += outcome == "applied"
+        return sha, outcome, why
 
     def settle(self) -> None:
         """What has met no row is missing."""
         gone = self.found.keys() - self.outcomes.keys() - self.left_out
         self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
 
-    def _before(self, change: Change, batch: Any, values: Tuple[Any, ...]) -> bool:
+    def _before(self, change: Change, batch: Any, values: Sequence[Any]) -> bool:
         """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
         have changed it since (the mark may be that of another stage on the same text).
         """
         pairs = list(zip(values, change.values))
-        if batch == change.mark and all(now == value or str(now) == str(value) for now, value in pairs):
+        if batch == change.mark and all(itertools.starmap(same_cell, pairs)):
             return True
         return change.name in self._known and str(batch).endswith("/" + change.name) and not any(
             now is None and value is not None for now, value in pairs)
 
-    def _note(self, sha: str, outcome: str) -> None:
-        before = self.outcomes.get(sha, outcome)
-        self.outcomes[sha] = min(before, outcome, key=OUTCOMES.index)
-        self.changed.add(sha)
+    def _note(self, sha: str, outcome: str, why: str) -> None:
+        if sha and not outcome:
+            self.left_out.add(sha)
+        elif sha:
+            self.outcomes[sha] = min(self.outcomes.get(sha, outcome), outcome, key=OUTCOMES.index)
+            self.changed.add(sha)
+            if why and self.outcomes[sha] == outcome:
+                self.why[sha] = why
 
 
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -5923,15 +6415,13 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
             ledger.replay(take)
         else:
             replay(options.ledger, lambda line: take(line.row or {}))
+        applier: Optional[Applier] = None
         try:
             table = Table(options, task)
-        except sqlite3.Error as error:
-            raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
-        stack.callback(table.base.close)
-        found = decisions(options.ledger, task, table.fields)
-        applier = Applier(table, found, {name for name, outcome in known.items() if outcome == "applied"}, options)
-        after: Optional[float] = -math.inf
-        try:
+            stack.callback(table.base.close)
+            found = decisions(options.ledger, task, table.fields)
+            applier = Applier(table, found, {name for name, word in known.items() if word == "applied"}, options)
+            after: Optional[float] = -math.inf
             while after is not None:
                 after = applier.chunk(after)
                 if after is None:
@@ -5939,8 +6429,9 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
                 if ledger is not None:
                     note_outcomes(ledger, applier, known, task, target, after is None)
         except sqlite3.Error as error:
-            say("batch_harness: %s: %s; what was committed stands, the same command goes on" % (
-                options.database, error))
+            if applier is None and "locked" not in str(error):
+                raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
+            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (options.database, error))
             return STOPPED
     say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
     out("%d answered items: %s%s" % (
@@ -5948,22 +6439,29 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
         "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
     if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
         say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
-    return DONE
+    undone = {word: sha for sha, word in applier.outcomes.items() if word in UNDONE}        # one of each
+    for word, sha in undone.items():
+        say("%s, such as item %s: %s; %s" % (word, found[sha].name, applier.why[sha], UNDONE[word]))
+    return QUARANTINED_LEFT if undone else DONE
 
 
 def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
     """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
     news: Dict[str, List[str]] = collections.defaultdict(list)
+    why: Dict[str, str] = {}
     changed = applier.outcomes.keys() if last else applier.changed
     for sha, outcome in ((sha, applier.outcomes[sha]) for sha in changed):
         name = applier.found[sha].name
         if known.get(name) != outcome and (last or outcome == "applied"):
             known[name] = outcome
             news[outcome].append(name)
+            if outcome in UNDONE:
+                why[name] = applier.why[sha]
     applier.changed.clear()
     if news:
-        ledger.append(row_parts({"event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint,
-                                 "target": target, **news}))
+        ledger.append(row_parts(compact({
+            "event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint, "target": target,
+            **news, "why": why})))
         ledger.sync()
 
 
@@ -6001,6 +6499,7 @@ def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[
 
 
 POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
+WORKERS = checked("0*([1-9][0-9]{0,2}|10[01][0-9]|102[0-4])", "a whole number from 1 to 1024", int)
 DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
 SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
 SHARE = checked(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float)
@@ -6056,7 +6555,7 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("--structured", "ask the endpoint for one object keyed by id, held to a schema", YES),
         ("--api-version", "of anthropic's API", dict(metavar="DATE", type=checked(
             r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str))),
-        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=POSITIVE, metavar="N")),
+        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=WORKERS, metavar="N")),
         ("--rpm", "calls a minute, at most", dict(type=POSITIVE, metavar="N")))],
     "batches and policy": [
         ("run emit", "--batch-size", "items a prompt (default 1)", dict(type=POSITIVE, metavar="N")),
@@ -6074,6 +6573,8 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
              dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
             ("--max-calls", "make at most N calls now", dict(type=POSITIVE, metavar="N")),
             ("--deadline", "begin no call after this time", dict(type=SECONDS, metavar="DURATION")))),
+        ("run trial collect", "--keep-going", "where %d calls at first, or %d in a row, bring no acceptable reply" % (
+            AT_FIRST, IN_A_ROW), YES),
         ("run emit", "--retry-quarantined", "ask quarantined items again, each alone", YES),
         ("run emit apply", "--limit", "at most N items (apply: rows) now", dict(type=POSITIVE, metavar="N")),
         (ASKING + " apply", "--dry-run", "call and write nothing; show the counts, and the first prompt", YES),
@@ -6293,8 +6794,10 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         alone = min(asked, quarantined) if options.retry_quarantined else 0         # each in a call of its own
         calls = alone + -(-(asked - alone) // size)
         most = calls * options.attempts
-        if size > 1:
-            most += (asked - alone) * {"exclude": 0, "single": 1, "split": 2}[options.on_failure]
+        if size > 1 and options.on_failure != "exclude":
+            most += (asked - alone) * options.attempts
+            if options.on_failure == "split":
+                most += asked - alone
         runner.tally["pending"] += asked
         bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
         if options.batch_chars is not None or state.open or (options.limit and alone):
@@ -6343,13 +6846,17 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say:
     header = functools.partial(run_header, runner, frozen)
     if options.command == "emit":
         return emit_requests(runner, header, jobs, ledger, out)
+    say.aside()                     # what is paid for must not wait for a terminal
     if options.batch_api:
         runner = run_by_jobs(runner, header, jobs, ledger, say)
     else:
         runner.run(ledger, header, say)
+    say.finish()
+    out.aside()
     answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
                                     for flags in (ANSWERED, QUARANTINED, FROZEN))
-    summary = "%d of %d items answered, %d quarantined" % (answered, items, quarantined)
+    summary = "%d of %d items answered%s, %d quarantined" % (
+        answered, items, " (not all on the ledger)" * ledger.astray, quarantined)
     if runner.tally["calls"]:
         out("%s, %d pending" % (summary, items - answered - quarantined))
         out(spent_words(runner))
@@ -6399,16 +6906,19 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     import shlex
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
-    refused = {word: count for word, count in part_of(runner.figures, "verdict ").items() if word != "ok"}
-    if refused:
-        out("replies that were not accepted: " + counts(refused))
+    refused = part_of(runner.figures, "verdict ")
+    words = ["%s %d (such as %s)" % (code, refused[code], row["batch"][0]) for code, row in runner.examples.items()]
+    if words:
+        out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(words))
     unfrozen = max(pending.unfrozen for pending in runner.arms)
     if unfrozen and options.command == "run":
         out("the input changed: %d rows that were not there at first were not asked; run again" % unfrozen)
     if tally["lost"]:
         out("%d replies could not be written to the ledger; their calls are made again" % tally["lost"])
-    if tally["left"] and not code:
-        reason, code = "%d items got no reply after %d tries" % (tally["left"], MAX_FAILURES), STOPPED
+    if runner.left and not code:
+        some = ["%s (%s)" % entry for entry in list(runner.left.items())[:3]]
+        reason, code = "%d items got no reply after %d tries, such as %s" % (
+            len(runner.left), MAX_FAILURES, ", ".join(some)), STOPPED
     if code == WAITING:
         out("waiting: %s; run the same command again to go on" % reason)
     elif code:
@@ -6475,11 +6985,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             os.open(os.devnull, os.O_RDWR)
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
+        if sys.getfilesystemencoding() != "utf-8" and any(map(SURROGATE.search, words)):
+            raise HarnessError("what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
         options = Settings(**vars(parser().parse_args(words)))
         command = {"report": command_report, "explain": command_explain, "export": command_export,
                    "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(
                        options.command, command_run)
         code = command(options, say, out)
+        out.finish()
         if out.full:
             say("batch_harness: standard output could not be written: no space is left; make room and type it again")
         return code or STOPPED * out.full
@@ -6487,12 +7000,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         for line in (*error.lines, "batch_harness: %s" % error):
             say(re.sub(r"\s*\n\s*", " ", line))
         return USAGE
+    except ImportError as error:        # of the standard library: some Pythons are built without parts of it
+        say("batch_harness: this Python has no module %s, and this command needs it; use another Python" % error.name)
+        return USAGE
     except KeyboardInterrupt:
+        say("batch_harness: interrupted; run the same command again")
         return INTERRUPTED
     except BrokenPipeError:             # whoever read the export has seen enough
         return STOPPED
     except OSError as error:            # a disk that failed: what was answered is on the ledger
-        say("batch_harness: %s; nothing on the ledger is lost, run the same command again" % error)
+        say("batch_harness: %s; then run the same command again, what is on the ledger counts" % error)
         return STOPPED
     except Exception as error:          # no code but 3 says what is true: stopped, and the ledger can be gone on with
         import traceback
@@ -6505,5 +7022,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         out.finish()
 
 
+def program() -> None:
+    """The command line as a process, which ends with main's code, whatever a late Ctrl-C or a terminal does."""
+    heeded, code = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN, INTERRUPTED
+    with contextlib.suppress(KeyboardInterrupt):        # in main's own first or last steps
+        if heeded:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        code = main()
+    if heeded:
+        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
+    if any(thread.name == SPEAKER for thread in threading.enumerate()):
+        os._exit(code)                  # Python's own last flush would wait for ever
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    program()

@@ -27,6 +27,7 @@ import shutil
 import signal
 import socket
 import sqlite3
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -89,8 +90,9 @@ class Case(unittest.TestCase):
 
     def process(self, *argv, **options):
         options.setdefault("preexec_fn", usual_signals if os.name == "posix" else None)
-        return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdout=subprocess.PIPE,
-                                stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, **options)
+        for stream in ("stdout", "stderr"):
+            options.setdefault(stream, subprocess.PIPE)
+        return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdin=subprocess.DEVNULL, **options)
 
     def bytes(self, path="runs/ledger.jsonl"):
         with open(path, "rb") as file:
@@ -229,7 +231,23 @@ class Items(Case):
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), [("a", None)]),
         ("a.csv.gz", gzip.compress(b'text\na\n'), [("a", None)]),
         ("a.jsonl", gzip.compress(b'{"text": "named without .gz"}\n'), [("named without .gz", None)]),
-        ("a.jsonl", b"", []),
+        ("a.csv", b'id;text;amount\n1;"good, but dear";1,50\n2;bad;2,00\n', [("good, but dear", '"1"'), ("bad", '"2"')]),
+        ("a.csv", b'\xef\xbb\xbfid\ttext\r\n1\ta, b; c\r\n', [("a, b; c", '"1"')]),
+        ("a.csv", b'text,"a;b;c;d"\n1,x\n', [("1", None)]),
+        ("a.csv", b'"a,\nb";text\n1;x\n', [("x", None)]),
+        ("a.csv", b'text\na;b\n', [("a;b", None)]),
+        ("a.tsv", b'id,text\n1,a\n', [("a", '"1"')]),
+        ("a.csv", b'id,text\r1,a\r2,"b\rc"\r', [("a", '"1"'), ("b\rc", '"2"')]),
+        ("a.txt", b'one\rtw\xc3\xb6\r\rthree', [("one", None), ("tw\u00f6", None), ("three", None)]),
+        ("a.jsonl", b'{"text": "a"}\r{"text": "b"}', [("a", None), ("b", None)]),
+        ("a.txt", '\ufeffone\r\ntw\u00f6\u2028\U0001f600\r\n'.encode("utf-16-le"), [("one", None), ("tw\u00f6\u2028\U0001f600", None)]),
+        ("a.csv", '\ufeffid;text\r\n1;"gr\u00fc\u00dfe;\r\nx"\r\n'.encode("utf-16-be"), [("gr\u00fc\u00dfe;\r\nx", '"1"')]),
+        ("a.tsv", gzip.compress('\ufeffid\ttext\n1\ta\n'.encode("utf-16-le")), [("a", '"1"')]),
+        ("a.jsonl", '\ufeff{"text": "\u4f60"}\n\n{"text": "b"}\n'.encode("utf-16-le"), [("\u4f60", None), ("b", None)]),
+        ("a.json", b'\xef\xbb\xbf [{"text": "a", "id": 1.10},\n {"text": "b]"}\n]\n', [("a", "1.10"), ("b]", None)]),
+        ("a.jsonl", b'["first", "second"]', [("first", None), ("second", None)]),
+        ("a.json", '\ufeff[\r\n"\u00e9"]'.encode("utf-16-be"), [("\u00e9", None)]),
+        ("a.json.gz", gzip.compress(b'[{"text": "a"}]'), [("a", None)]),
     ]
 
     def test_every_kind_of_input_is_read(self):
@@ -239,7 +257,6 @@ class Items(Case):
 
     BAD = [
         ("a.jsonl", b'{"text":"a"}\n\n   \n{"text":"b"}\n{"text":\n', 5, "not JSON"),
-        ("a.jsonl", b'[{"text":"a"},\n', 1, "JSON array"),
         ("a.jsonl", b'{"text":"a"},\n', 1, "a comma after the value"),
         ("a.jsonl", b'{"text":"a"}\n{"text":"\xff"}\n', 2, "invalid UTF-8 at byte 10"),
         ("a.jsonl", b'{"text":"a\\u0000b"}\n', 1, "NUL"),
@@ -252,12 +269,16 @@ class Items(Case):
         ("a.jsonl", b'{"text":null}\n', 1, "is null"),
         ("a.jsonl", b'{"text":"a","text":"b"}\n', 1, '"text" is given twice'),
         ("a.jsonl", b'{"text":"a","n":NaN}\n', 1, "NaN is not JSON"),
+        ("a.json", b'[{"text":"a"},\n\n{"text":\n7}, "b", 8\n,\n{"text": "c"}]', 3, "is a number; it must be a string"),
+        ("a.json", b'[{"text":"a"},\n\n[1]]', 3, "a list; write one object"),
+        ("a.jsonl", b'{"text":{"0":"a","1":"b"}}\n', 1, 'a whole table in one object; write one object a line, in pandas with to_json("items.jsonl", orient="records", lines=True)'),
+        ("a.jsonl", b'{"0":{"text":"a"},"1":{"text":"b"}}\n', 1, "a whole table in one object"),
         ("a.jsonl", b'{"text":"a"}\n"b"\n', 2, "a string where the first row is an object"),
         ("a.jsonl", b'"a"\n{"text":"b"}\n', 2, "an object where the first row is a string"),
         ("a.jsonl", b'7\n', 1, "a number; write one object"),
         ("a.jsonl", b'{"text":"a","id":[1]}\n', 1, "a list; it must be a scalar"),
-        ("a.jsonl", b'[' * 100000 + b'\n', 1, "not JSON"),
-        ("a.csv", b'id,text\n1,a,b\n', 2, "3 cells under a header of 2"),
+        ("a.csv", b'id,text\n1,a,b\n', 2, '3 cells under a header of 2 ("id,text"); '),
+        ("a.csv", b'Export of Tool 4.2\nid,text\n', 2, '2 cells under a header of 1 ("Export of Tool 4.2"); quote delimiters in cells, or delete what stands above the header'),
         ("a.csv", b'id,text\n1\n', 2, "1 cells under a header of 2"),
         ("a.csv", b'id,text\n1,a\x00b\n', 2, "NUL"),
         ("a.csv", b'id,text\n1,a\xffb\n', 2, "invalid UTF-8"),
@@ -272,8 +293,72 @@ class Items(Case):
                 err = self.refused("--input", self.write(name, content), "--model", "demo")
                 self.assertIn("%s:%d: " % (name, line), err)
                 self.assertIn(words, err)
-                self.assertIn("1 bad row in " + name, err)
+                self.assertRegex(err, "[13] bad rows? in " + name)
                 self.assertRegex(err.splitlines()[0], "; ")
+
+    def test_a_file_of_another_kind_is_refused_in_its_own_name(self):
+        text = '{"text": "gut"}\n'
+        os.mkdir("folder")
+        for name, content, said in (
+                ("a.xlsx", b"PK\3\4....[Content_Types].xml", "an Excel workbook; save the sheet as CSV UTF-8"), ("a.csv", b"PK\3\4...xl/workbook.xml", "an Excel workbook; "),
+                ("a.zip", b"PK\3\4...a.csv", "a zip archive; unpack it"), ("a.xls", b"\xd0\xcf\x11\xe0", "an old Excel workbook; "),
+                ("a.parquet", b"PAR1\x15", 'a Parquet file; write it as JSONL, in pandas with read_parquet(FILE).to_json("items.jsonl", orient="records", lines=True)'),
+                ("a.dat", b"SQLite format 3\0", "an SQLite database; add --input-format sqlite, and --table"), ("a.jsonl", b"\xfd7zXZ\0", "compressed and not by gzip; "),
+                ("folder", None, "a folder; name a file in it"), ("a b.jsonl", text.encode("utf-16-le"), "in UTF-16LE without a byte order mark; type: iconv -f UTF-16LE -t UTF-8 'a b.jsonl' > 'a b-utf8.jsonl'"),
+                ("a.csv", "id,text\n1,a\n".encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8 a.csv > a-utf8.csv"), ("a.csv", "id,text\n1,\u4e00\u8d77\n".encode("utf-16-le"), "iconv -f UTF-16LE "),
+                ("a.txt", "\ufeffid\ttext\r\n1\ta\r\n".encode("utf-16-le"), 'a table in UTF-16, as Excel saves Unicode Text; add --input-format tsv')):
+            with self.subTest(said=said):
+                err = self.refused("--input", name if content is None else self.write(name, content), "--model", "demo")
+                self.assertEqual(len(err.splitlines()), 1)
+                self.assertTrue(err.startswith("batch_harness: %s is " % name), err)
+                self.assertIn(said, err)
+        self.assertEqual(self.texts("a.txt", format="tsv"), [("a", '"1"')])
+        self.assertIn("is the file whole", self.refused("--input", self.write("a.txt", "\ufeffab".encode("utf-16-le")[:-1]), "--model", "demo"))
+
+    def test_an_input_without_rows_is_refused(self):
+        for name, content in (("a.jsonl", b""), ("a.txt", b"\n \n"), ("a.csv", b"id,text\n"), ("a.json", b"[ ]"), ("a.csv.gz", gzip.compress(b""))):
+            self.assertIn("%s: it holds no rows" % name, self.refused("--input", self.write(name, content), "--model", "demo"))
+        self.write("one.jsonl", '"a"\n')
+        codes = [self.main("--input", "one.jsonl", "--model", "demo", "--shard", "%d/2" % part)[0] for part in (1, 2)]
+        self.assertEqual(codes, [0, 0])                         # a part may be empty
+
+    def test_a_wrong_field_is_one_line_with_the_fields_there_are_and_the_likeliest(self):
+        rows = "".join(json.dumps({"id": n, "Text": "a", "note": "b"}) + "\n" for n in range(99))
+        for name, content, words, said in (
+                ("a.jsonl", rows, [], 'a.jsonl:1: no field "text"; it has "id", "Text", "note": name the text with --text-field "Text"'),
+                ("a.csv", "id;Kommentar, frei;x\n" + "1;x;y\n" * 99, ["--text-field", "gibt's nicht"], 'no field "gibt\'s nicht"; it has "id", "Kommentar, frei", "x": name the text with --text-field\n'),
+                ("b.csv", "id;Kommentar\n" + "1;x\n" * 99, ["--text-field", "komentar"], 'name the text with --text-field "Kommentar"'),
+                ("a.json", '[{"id": 1, "data": {"text": "a"}}, {"id": 2, "data": {"text": "b"}}]', [], 'it has "id", "data", "data.text": name the text with --text-field "data.text" (it lies inside another)')):
+            err = self.refused("--input", self.write(name, content), "--model", "demo", *words)
+            self.assertEqual(len(err.splitlines()), 1, err)
+            self.assertIn(said, err)
+
+    def test_a_dotted_name_leads_inside_where_no_field_is_called_so(self):
+        self.write("a.jsonl", '{"data": {"text": "inner", "n": {"id": 7}}}\n{"data.text": "outer", "data": {"text": "inner"}}\n{"data": "x"}\n')
+        self.assertEqual(self.texts("a.jsonl", text_field="data.text"), [("inner", None), ("outer", None)])
+        self.assertEqual(self.texts("a.jsonl", text_field="data.text", id_field="data.n.id"), [("inner", "7")])
+        self.assertIn('a.jsonl:3: no field "data.text"', self.refused("--input", "a.jsonl", "--text-field", "data.text", "--model", "demo"))
+
+    def test_an_array_is_read_as_a_stream(self):
+        dice = random.Random(SEED)
+        for _ in range(200):
+            values = [dice.choice(['a"]', "b\\", "\u00e9", {"text": "x,]", "n": [[], {}, None, True, 1.5]}, {}, "c" * 60]) for _ in range(dice.randint(1, 9))]
+            text = json.dumps(values, indent=dice.choice([None, 1]), ensure_ascii=dice.random() < 0.5)
+            with mock.patch.object(bh, "HEAD", dice.randint(1, 40)):
+                found = list(bh.read_array(io.StringIO(text)))
+                self.assertEqual([json.loads(json.dumps(value)) for _, value, _ in found], json.loads(json.dumps(values).replace("1.5", '"1.5"')))
+                for cut in (text[:-1], text[:-1].rstrip()[:-1], text + "x", text + "]", text.replace('"', "", 1) + "]" * ('"' not in text)):
+                    with self.assertRaises(bh.HarnessError, msg=cut):
+                        list(bh.read_array(io.StringIO(cut)))
+        lines = [line for line, _, _ in bh.read_array(io.StringIO('[\n\n{"a":\n1},"b"\n,\n"c"]'))]
+        self.assertEqual(lines, [3, 4, 6])
+        endless = types.SimpleNamespace(read=lambda count, parts=iter(["["]): next(parts, '"one more", ' * 99))
+        self.assertEqual(next(bh.read_array(endless)), (1, "one more", None))
+        for content, said in ((b'[{"text":"a"},\n', "a.jsonl:2: this JSON array is not whole: it has no end"), (b'["a"\n"b"]', "a.jsonl:2: this JSON array is not whole: no comma"),
+                              (b'[' * 100000, "a.jsonl:1: this JSON array is not whole: nested too deep"), (b'["a",\n{"x": nope}]', "a.jsonl:2: this JSON array is not whole: Expecting value"),
+                              (b'["a",\n{"x":1,"x":2}]', 'a.jsonl:2: this JSON array is not whole: the key "x" is given twice')):
+            for more in ([], ["--skip-bad"]):
+                self.assertIn(said, self.refused("--input", self.write("a.jsonl", content), "--model", "demo", *more))
 
     def test_an_open_quote_is_refused_even_where_bad_rows_are_skipped(self):
         self.write("a.csv", 'id,text\n1,a\n2,"b\n3,c\n')
@@ -444,7 +529,6 @@ class Tasks(Case):
         ({"pattern": "^a*$"}, ["aaa", "", 5], ["aaa\n", "b"]),
         ({"pattern": r"^\d+$"}, ["12"], ["\u0661", "1a"]),
         ({"pattern": r"^[\d$]+\w$"}, ["1$a"], ["1$\u00e9"]),
-        ({"pattern": r"^\p{Letter}+$"}, ["\u03c0", "ab"], ["1", "a_"]),
         ({"minimum": 0, "maximum": 1}, [0, 1, 0.5, "x"], [-0.1, 1.1, 10 ** 400]),
         ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1]),
         ({"items": {"minimum": 2}, "minItems": 1, "maxItems": 2}, [[2], [2, 3], "x"], [[], [1], [2, 2, 2]]),
@@ -481,16 +565,25 @@ class Tasks(Case):
 
     def test_a_pattern_means_what_ecma_262_says_or_is_refused(self):
         for pattern, good, bad in ((r"^\s$", ["\ufeff", " "], ["\x1c", "x"]), (r"^\S+$", ["a"], ["\ufeff"]), (r"^\D$", ["\u0663"], ["3"]),
-                                   (r"\bé", [" aé"], ["é"]), (r"^.$", ["a"], ["\u2028", "\n"]), (r"^\p{L}$", ["é", "\u4e2d"], ["\u00b2", "\u2167", "_"]),
-                                   (r"^[[&~|]+$", ["[&~|"], ["a"]), (r"^[^\d]$", ["a"], ["1"]), (r"^(?:a|b){2,3}?$", ["ab"], ["a"]),
+                                   (r"\bé", [" aé"], ["é"]), (r"^.$", ["a"], ["\u2028", "\n"]), (r"^[\D]$", ["\u0663"], ["3"]), (r"^\w$", ["a"], ["é"]),
+                                   (r"^[^\s]+$", ["a\x1c"], ["\ufeff"]), (r"^[[&~|]+$", ["[&~|"], ["a"]), (r"^[^\d]$", ["a"], ["1"]), (r"^(?:a|b){2,3}?$", ["ab"], ["a"]),
                                    (r"\u4e00|\x41\.", ["\u4e00", "A."], ["AA"])):
             bh.check_schema({"pattern": pattern}, "x")
             self.assertEqual([bh.broken_rule({"pattern": pattern}, text) for text in good], [None] * len(good), pattern)
             self.assertEqual([bh.broken_rule({"pattern": pattern}, text) for text in bad], ["pattern"] * len(bad), pattern)
-        for pattern in (r"[\D]", r"[\W]", "[]a]", "[^]", r"\Aa", "a{,2}", r"(a)|\1b", "(?i)a", "(?P<n>a)", "(?<n>a)", "a*+", "a{2}+", r"a\Z", "(", "[a", "a\\",
+        for pattern in (r"[\S]", r"[a-\s]", r"[\s-z]", r"\ud83d", r"\p{L}", "[]a]", "[^]", r"\Aa", "a{,2}", r"(a)|\1b", "(?i)a", "(?P<n>a)", "(?<n>a)", "a*+", "a{2}+", r"a\Z", "(", "[a", "a\\",
                         r"\p{Greek}", r"\cA", r"\0", "[+--]"):
             with self.subTest(pattern=pattern), self.assertRaises(bh.HarnessError):
                 bh.check_schema({"pattern": pattern}, "x")
+
+    def test_a_pattern_that_could_take_for_ever_is_refused_at_load(self):
+        for pattern in ("^(a+)+$", "(a*)*", "(a+|b)*", r"^(\w+\s?)+$", "(?:a{1,}){2,}", r"(\d{1,3},?)+", "(a+){20}", "((a+)b)*", "(a|(b|c*))+", "(?=(a+)+$)a",
+                        "(a{0,9999}){0,9999}", "(a{2,}?)+?", "(a{1,5}){1,20}", "((a{1,3}){3}){9}", "(a{1,3}){999999999}", "(a{1,%s})" % ("9" * 500)):
+            with self.subTest(pattern=pattern[:30]), self.assertRaisesRegex(bh.HarnessError, "repeats nothing inside a repeated group"):
+                bh.load_task({"fields": {"answer": {"type": "array", "items": {"pattern": pattern}}}})
+        for pattern in (r"^(\d{1,3}\.){3}\d{1,3}$", "^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$", "^(good|bad)*$", "(a+)?b", "^(?:[A-Z]{2}-)+$", "(a+)(b+)", "(ab?)*",
+                        r"(\(+\)+)(?:[*+]-){2,}", r"^(?!x).+$", "((a))*"):
+            bh.check_schema({"pattern": pattern}, "x")
 
     def test_what_could_not_be_written_down_is_no_task(self):
         deep = current = []
@@ -506,7 +599,8 @@ class Tasks(Case):
 
     def test_a_task_file_that_cannot_be_read_is_refused(self):
         self.items_file(1)
-        for content in (b"", b"[]", b'{"fields": {"a": {}}, "fields": {}}', b"\xff", b'{"instruction": NaN}'):
+        for content in (b"", b"[]", b'{"fields": {"a": {}}, "fields": {}}', b"\xff", b'{"instruction": NaN}',
+                        b'{"fields": {"a": {"maximum": 0.1000000000000000001}}}'):
             self.refused("--input", "items.jsonl", "--model", "demo", "--task", self.write("task.json", content))
         self.refused("--input", "items.jsonl", "--model", "demo", "--task", "none.json")
         self.write("task.json", '{"fields": {"a": {"type": "string"}}}')
@@ -593,6 +687,10 @@ def both(a='"good"', b='"bad"'):
     return '[{"id": "%s", "answer": %s}, {"id": "%s", "answer": %s}]' % (A.id, a, B.id, b)
 
 
+OTHER = both('"bad"', '"good"')
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>Perhaps " + OTHER, "<|channel|>final<|message|>"
+
+
 class Validation(Case):
     REFUSED = [         # reply, verdict, words of the detail
         (None, "empty_reply", ""), ("", "empty_reply", ""), (" \n\t\ufeff", "empty_reply", ""),
@@ -603,6 +701,17 @@ class Validation(Case):
         ("```json\n" + GOOD + "\n```\nExample:\n```json\n[]\n```", "not_json", ""), ("```\n```\n" + GOOD + "\n```\n```", "not_json", ""),
         ("<think>hm " + GOOD, "not_json", "does not end"), (GOOD + "</think>", "not_json", ""),
         ("<think>a</think> so " + GOOD, "not_json", ""), ("</think>x</think>" + GOOD, "not_json", ""),
+        (GOOD + "<think>or rather</think>" + OTHER, "not_json", "text before the reasoning"),
+        ("I will not judge these.\n<think>Or shall I?</think>" + GOOD, "not_json", "text before the reasoning"),
+        ("I cannot. [THINK]x[/THINK]" + GOOD, "not_json", "text before the reasoning"),
+        (GOOD + "\n</think>" + OTHER, "not_json", "a JSON value before the end of a reasoning"),
+        ('well, {"a": {"b": ["c]", 1.5e3]} </think>' + GOOD, "not_json", "a JSON value before the end of a reasoning"),
+        ("<think>a</think>" + OTHER + "<think>b</think>" + GOOD, "not_json", "text after"),
+        (ANALYSIS, "not_json", "channels without a final one"), (ANALYSIS + "<|end|>", "not_json", "channels without a final one"),
+        ("<|channel|>commentary<|message|>" + GOOD, "not_json", "channels without a final one"),
+        (GOOD + ANALYSIS + FINAL + OTHER, "not_json", "text before the reasoning"),
+        (GOOD + FINAL + OTHER, "not_json", "a JSON value before the end of a reasoning"),
+        (ANALYSIS + FINAL + OTHER + "<|end|>" + FINAL + GOOD, "not_json", "text after"),
         (GOOD.replace("}, {", ", "), "not_json", 'the key "id" is given twice'),
         (both().replace('"answer": "good"', '"answer": "good", "answer": "bad"'), "not_json", '"answer" is given twice'),
         (both('{"x": 1, "x": 2}'), "not_json", '"x" is given twice'),
@@ -650,6 +759,12 @@ class Validation(Case):
         ("````JSON\r\n" + GOOD + "\r\n````", ("fence",)), ("<think>draft: [] </think>\n" + GOOD, ("reasoning",)),
         ("<thinking>\nx\n</thinking>" + GOOD, ("reasoning",)), ("hm [draft]\n</think>\n" + GOOD, ("reasoning",)),
         ("<think>x</think>\n```json\n" + GOOD + "\n```", ("reasoning", "fence")),
+        ("<think>I <think> " + OTHER + "</think>" + GOOD, ("reasoning",)), ("[THINK]{}[/THINK]" + GOOD, ("reasoning",)),
+        ("<seed:think>{}</seed:think>" + GOOD, ("reasoning",)), ("cf. [1-3] and {x}</think>" + GOOD, ("reasoning",)),
+        (ANALYSIS + "<|end|><|start|>assistant" + FINAL + GOOD, ("reasoning",)), (FINAL + GOOD + "<|end|>", ("reasoning",)),
+        ("<|start|>assistant" + ANALYSIS + "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>" + GOOD
+         + "\n<|return|>", ("reasoning",)),
+        (ANALYSIS + FINAL + "```\n" + GOOD + "\n```", ("reasoning", "fence")),
         (GOOD.replace(A.id, A.id.upper()), ("id_spelling",)), (GOOD.replace(A.id, " %s\\n" % A.id), ("id_spelling",)),
         (json.dumps(json.loads(GOOD), indent=4), ()),
     ]
@@ -708,10 +823,35 @@ class Validation(Case):
         fenced = '```json\n[{"id": "%s", "answer": "</think> ``` "}]\n```' % A.id
         self.assertEqual(bh.validate([A], fenced, task).answers, {A.id: "</think> ``` "})
 
+    def test_a_number_that_would_be_rounded_is_refused(self):
+        task = bh.load_task({"fields": {"answer": {"type": "number"}}})
+        for spelled in ("0.10", "0.1", "1E5", "1e23", "5e-324", "0.30000000000000004", "100.0", "0e99999999999999999999", "-0.0", "1.5" + "0" * 9999,
+                        "1e22", "123456789012345678901234567890", "0.000001", "1.7976931348623157e308"):
+            verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
+            self.assertEqual(repr(verdict.answers.get(A.id)), repr(json.loads(spelled)), spelled[:40])
+        for spelled in ("1e-400", "-1e-400", "0.1000000000000000001", "12345678901234567.5", "1.00000000000000001", "4.9e-324", "9007199254740993.0",
+                        "1e-" + "9" * 5000, "0." + "1" * 100000, "0." + "0" * 100000 + "1"):
+            verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
+            self.assertEqual(verdict.code, "not_json", spelled[:40])
+            self.assertRegex(verdict.detail, "^the number %s.* would be rounded to " % re.escape(spelled[:30]))
+            self.assertLess(len(verdict.detail), 100)
+
+    def test_an_answer_of_nothing_but_invisible_characters_is_none(self):
+        for unseen in "\0\t\x1b\x7f\x85\xa0\xad\u034f\u115f\u1160\u180e\u200b\u200d\u202e\u2028\u2060\u2800\u3000\u3164\ufe0f\ufeff\uffa0\U000e0041":
+            for answer in (unseen, "  %s\u200b\n%s" % (unseen, unseen)):
+                self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": answer}])).code, "empty_answer", ascii(answer))
+                self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": answer + "x"}])).code, "ok", ascii(answer))
+            with self.assertRaises(bh.HarnessError):
+                bh.load_task({"fields": {"answer": {"enum": ["a", unseen + " "]}}})
+        for seen in ("0", "-", "\u4e00", "\U0001f600", "\xb7", "\u0301", "\ufffd", "\ue000"):
+            self.assertEqual(bh.validate([A], json.dumps([{"id": A.id, "answer": seen}])).code, "ok", ascii(seen))
+
     def test_a_blank_answer_is_none_unless_min_length_is_zero(self):
         raw = '[{"id": "%s", "answer": ""}]' % A.id
         self.assertEqual(bh.validate([A], raw).code, "empty_answer")
-        self.assertEqual(bh.validate([A], raw, bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}})).code, "ok")
+        for answer in ("", "\u200b"):
+            raw = json.dumps([{"id": A.id, "answer": answer}])
+            self.assertEqual(bh.validate([A], raw, bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}})).code, "ok")
 
     def test_the_rubric_version_must_be_echoed(self):
         task = bh.load_task({"rubric_version": 12, "fields": {"mood": {"enum": ["up"]}, "n": {"type": "integer"}}})
@@ -749,7 +889,8 @@ class Validation(Case):
             self.assertEqual(bh.as_reply(reply), bh.Reply(GOOD))
 
     def test_long_junk_is_judged_in_a_moment(self):
-        for raw in ("```" + " " * 300000 + "x", "```json" + "\n" * 300000, "<think>" * 50000, "[" + '{"a": 1},' * 50000,
+        for raw in ("```" + " " * 300000 + "x", "```json" + "\n" * 300000, "<think>" * 50000, '["' * 100000 + "</think>",
+                    '[\\" ' * 100000 + "</think>", '["\\" ' * 100000 + FINAL, "<|channel|>" * 50000, "[" + '{"a": 1},' * 50000,
                     "{%s, %s}" % (", ".join('"k%d": 1' % n for n in range(50000)), '"k49999": 2')):
             self.assertNotEqual(bh.validate([A, B], raw, LABELS).code, "ok")
 
@@ -899,8 +1040,21 @@ class Plans(Case):
 
     def test_a_batch_that_fails_is_asked_again_and_then_item_by_item(self):
         asked, lost = self.drive(3, lambda ids, ask: "ok" if ids == [1] else "not_json")
-        self.assertEqual(asked, [([0, 1, 2], 1, False), ([0, 1, 2], 2, False), ([0], 1, True), ([1], 1, True), ([2], 1, True)])
+        self.assertEqual(asked, [([0, 1, 2], 1, False), ([0, 1, 2], 2, False), ([0], 1, True), ([1], 1, True), ([2], 1, True),
+                                 ([0], 2, True), ([2], 2, True)])
         self.assertEqual(lost, [0, 2])
+
+    def test_an_item_alone_is_asked_as_often_as_attempts_say(self):
+        for policy in (bh.Policy(3), bh.Policy(3, "split")):
+            asked, lost = self.drive(2, lambda ids, ask: "ok" if ids == [1] and ask.attempt == 3 else "not_json", policy)
+            self.assertEqual(asked[3:], [([0], 1, True), ([1], 1, True), ([0], 2, True), ([1], 2, True), ([0], 3, True), ([1], 3, True)])
+            self.assertEqual(lost, [0])
+
+    def test_random_faults_put_few_items_into_quarantine(self):
+        for seed in (1, 2):
+            demo = bh.Demo(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
+            outcomes = [bh.run_batch(batch, lambda prompt: demo(prompt, {})) for batch in bh.batches(made(600), 5)]
+            self.assertGreaterEqual(sum(len(outcome.answers) for outcome in outcomes), 596)
 
     def test_a_retry_that_succeeds_ends_the_batch(self):
         self.assertEqual(self.drive(2, lambda ids, ask: "ok" if ask.attempt == 2 else "not_json"),
@@ -962,8 +1116,8 @@ class Plans(Case):
             calls.append(len(ids))
             return None if len(ids) > 1 else '{"id": "%s", "answer": "x"}' % ids[0] if ids[0] != items[1].id else "no"
         outcome = bh.run_batch(items, model)
-        self.assertEqual((calls, outcome.answers, outcome.quarantined), ([3, 3, 1, 1, 1], {i.id: "x" for i in (items[0], items[2])}, (items[1].id,)))
-        self.assertEqual([verdict.code for verdict in outcome.verdicts], ["empty_reply", "empty_reply", "ok", "not_json", "ok"])
+        self.assertEqual((calls, outcome.answers, outcome.quarantined), ([3, 3, 1, 1, 1, 1], {i.id: "x" for i in (items[0], items[2])}, (items[1].id,)))
+        self.assertEqual([verdict.code for verdict in outcome.verdicts], ["empty_reply", "empty_reply", "ok", "not_json", "ok", "not_json"])
         self.assertEqual(bh.run_batch([], model), bh.Outcome({}, (), ()))
         with self.assertRaises(ZeroDivisionError):
             bh.run_batch(items, lambda prompt: 1 / 0)
@@ -1038,7 +1192,7 @@ class Ledgers(Case):
         for number, line in enumerate(lines, 1):
             row = json.loads(line)
             self.assertEqual((row["seq"], row["prev"]), (number, "%08x" % crc))
-            crc = bh.zlib.crc32(line)
+            crc = zlib.crc32(line)
 
     def test_a_rerun_of_a_finished_ledger_makes_no_call_and_changes_no_byte(self):
         self.items_file(20)
@@ -1223,7 +1377,7 @@ class Ledgers(Case):
         for line in self.bytes().split(b"\n")[:-1]:
             if line.endswith(b"}"):
                 self.assertEqual(json.loads(line)["prev"], "%08x" % crc)
-            crc = bh.zlib.crc32(line)
+            crc = zlib.crc32(line)
 
     @unittest.skipUnless(hasattr(os, "fork"), "needs a limit on the size of files")
     def test_a_full_disk_ends_in_one_line_and_the_rerun_goes_on(self):
@@ -1257,6 +1411,61 @@ class Ledgers(Case):
         self.assertEqual((code, out), (2, ""))
         self.assertIn("another process is writing runs/ledger.jsonl", err)
         self.assertEqual(self.run_demo()[0], 0)                 # the lock went with the process
+
+    @unittest.skipUnless(os.name == "posix", "an open file cannot be moved elsewhere")
+    def test_a_ledger_that_is_moved_away_stops_the_run_and_every_row_is_saved(self):
+        self.items_file(400)
+
+        def replaced():
+            self.write("other", "")
+            os.rename("other", "runs/ledger.jsonl")
+        for meddle in (lambda: os.remove("runs/ledger.jsonl"), lambda: os.rename("runs/ledger.jsonl", "runs/ledger.1"), replaced,
+                       lambda: os.rename("runs", "runs.old")):
+            run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.02", "--workers", "1")
+            self.wait_for(lambda: os.path.exists("runs/ledger.jsonl") and self.bytes().count(b"\n") > 3, "the first rows")
+            meddle()
+            out, err = run.communicate(timeout=30)
+            self.assertEqual((run.returncode, err.count(b"Traceback")), (3, 0), err)
+            saved = re.search("all of its rows are saved in (runs/ledger.jsonl.rescued-[0-9]+), move that back", out.decode())[1]
+            answered = int(re.search(r"([0-9]+) of 400 items answered \(not all on the ledger\)", out.decode())[1])
+            self.assertLess(answered, 400)
+            self.assertEqual(len(self.rows(saved)), answered)
+            self.assertEqual(self.main("audit", "--ledger", saved)[0], 0)
+            os.replace(saved, "runs/ledger.jsonl")
+            self.assertIn("%d answered, 0 quarantined, %d pending" % (answered, 400 - answered), self.run_demo("--dry-run")[1])
+            shutil.rmtree("runs")
+            shutil.rmtree("runs.old", ignore_errors=True)
+
+    def test_a_ledger_that_is_cut_by_another_stops_the_run_and_says_so(self):
+        self.items_file(400)
+        run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.02", "--workers", "1")
+        self.wait_for(lambda: os.path.exists("runs/ledger.jsonl") and self.bytes().count(b"\n") > 3, "the first rows")
+        self.write("runs/ledger.jsonl", "")
+        out, err = run.communicate(timeout=30)
+        self.assertEqual(run.returncode, 3, err)
+        self.assertRegex(out.decode(), r"another program has cut it from [0-9]+ to [0-9]+ bytes; go back to a copy of it")
+        self.assertIn("items answered (not all on the ledger)", out.decode())
+
+    @unittest.skipUnless(os.name == "posix", "an open file cannot be removed elsewhere")
+    def test_a_ledger_that_goes_after_the_last_sync_is_missed_at_the_end(self):
+        self.items_file(1)
+        self.write("mine.py", "import os, sys\ndef ask(prompt):\n    os.remove('runs/ledger.jsonl')\n    return 'x'\n")
+        code, out, err = self.run_demo("--attempts", "1", model="py:mine.py:ask")
+        self.assertEqual(code, 3, out + err)
+        self.assertIn("another program has removed, renamed or replaced it", out)
+
+    @unittest.skipUnless(hasattr(os, "fork"), "needs fork")
+    def test_a_child_of_the_model_does_not_keep_the_lock(self):
+        self.items_file(1)
+        self.write("mine.py", "import os, time\ndef ask(prompt):\n    pid = os.fork()\n    if not pid:\n        time.sleep(%s)\n        os._exit(0)\n"
+                   "    open('child', 'w').write(str(pid))\n    os.kill(os.getpid(), 9)\n" % MARK)
+        run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.assertEqual(run.wait(timeout=20), -9)
+        child = int(self.bytes("child"))
+        self.addCleanup(os.kill, child, signal.SIGKILL)
+        self.write("quiet.py", "def ask(prompt):\n    return ''\n")
+        code, out, err = self.run_demo(model="py:quiet.py:ask")
+        self.assertEqual(code, 1, out + err)
 
     def test_without_fcntl_the_lock_is_the_other_systems(self):
         calls = types.ModuleType("msvcrt")
@@ -1337,7 +1546,27 @@ class Ledgers(Case):
         os.remove("runs/ledger.jsonl")
         self.assertEqual(self.resume(2), (0, [(1, 1, True, 4)] * 4))
         os.remove("runs/ledger.jsonl")
-        self.assertEqual(self.resume(3), (1, [(1, 1, True, 4)] * 3))            # one single had failed for good
+        self.assertEqual(self.resume(3), (0, [(1, 1, True, 4)] * 3 + [(1, 2, True, 4)]))        # one single had failed once
+
+    def test_what_an_earlier_policy_put_in_quarantine_is_not_asked_again(self):
+        self.items_file(4)
+        self.calls_of("--batch-size", "4", "--max-calls", "3", model="demo:empty=1")
+        lines = self.bytes().splitlines()
+        row = dict(json.loads(lines[3]), quarantined=[bh.item_id("text number 0")], text_sha=[bh.text_digest("text number 0")[:32]])
+        self.write("runs/ledger.jsonl", b"\n".join([*lines[:3], json.dumps(row).encode(), b""]))
+        self.assertEqual(self.calls_of(), [[1], [2], [3]])
+        self.assertEqual(self.run_demo()[0], 1)
+
+    def test_a_quarantine_row_is_one_only_where_it_names_its_items_and_a_verdict_that_failed(self):
+        self.items_file(1)
+        self.run_demo(model="demo:empty=1")
+        [row] = self.rows("runs/ledger.jsonl", "quarantine")
+        self.assertTrue(bh.is_row(row))
+        self.assertNotIn("quarantined", self.rows("runs/ledger.jsonl")[-1])
+        for change in ({"quarantined": None}, {"quarantined": ["x"]}, {"text_sha": None}, {"text_sha": [[]]}, {"verdict": "ok"},
+                       {"verdict": "ok", "answers": {row["batch"][0]: "x"}}, {"batch": []}):
+            forged = {name: value for name, value in {**row, **change}.items() if value is not None}
+            self.assertFalse(bh.is_row(forged), change)
 
     def test_an_open_batch_meets_todays_policy(self):
         self.assertEqual(self.resume(2, "--on-failure", "exclude"), (0, [(1, 1, False, 1)] * 4))        # nothing left to ask: afresh
@@ -1568,6 +1797,24 @@ class EndpointCase(Case):
     def failures(self):
         return self.rows("runs/ledger.jsonl", "failure")
 
+    def listen(self, answer):
+        """A server below HTTP: `answer` gets each connection, which is closed after it.  An object with its base URL."""
+        listener, peers = socket.socket(), []
+        self.addCleanup(listener.close)
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    peer, _ = listener.accept()
+                    peers.append(peer)
+                    with contextlib.suppress(OSError), peer:
+                        answer(peer)
+        threading.Thread(target=serve, daemon=True).start()
+        os.environ["OPENAI_API_KEY"] = KEY
+        return types.SimpleNamespace(base="http://127.0.0.1:%d/v1" % listener.getsockname()[1], peers=peers)
+
 
 class Models(EndpointCase):
     def test_an_endpoint_is_asked_as_its_api_wants(self):
@@ -1576,6 +1823,7 @@ class Models(EndpointCase):
         [(path, headers, body)] = server.requests
         self.assertEqual((path, headers["Authorization"], headers["Content-Type"]), ("/v1/chat/completions", "Bearer " + KEY, "application/json"))
         self.assertEqual((body["model"], body["temperature"], body["stop"], len(body["messages"])), ("asked-1", 0, ["x"], 1))
+        self.assertIs(body["stream"], False)                # some gateways stream unless they are told
         [row] = self.rows("runs/ledger.jsonl")
         self.assertEqual((row["model_string"], row["tokens_in"], row["tokens_out"], row["finish"], row["request_id"]), ("served-1", 40, 9, "stop", "req-1"))
         self.assertIn("texts go to " + server.base, err)
@@ -1614,7 +1862,7 @@ class Models(EndpointCase):
                 self.assertEqual(path, "/v1/messages" if name == "anthropic" else "/v1/chat/completions")
                 header, _, value = (row.header % KEY).partition(": ")
                 self.assertEqual(headers.get(header), value if row.key else None)
-                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"]})
+                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"], **bh.APIS[row.api].online})
                 self.assertEqual(len(body["messages"]), 1)
                 refusing.append((status, json.dumps(error).encode(), {}))
                 code, out, err = self.ask(server, 3, model=name + ":some/model:7b")
@@ -1667,6 +1915,13 @@ class Models(EndpointCase):
             self.assertEqual(server.requests[0][0], "/v1/messages")
             os.remove("runs/ledger.jsonl")
 
+    def test_a_base_url_is_not_the_url_of_a_call(self):
+        self.items_file(1)
+        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), KEY))
+        for model, path in (("openai:m", "/v1/chat/completions"), ("m", "/chat/completions/"), ("azure:m", "/chat/completions?api-version=1"),
+                            ("anthropic:m", "/v1/messages")):
+            self.assertIn("leave that off", self.refused("--input", "items.jsonl", "--model", model, "--base-url", "http://127.0.0.1:1" + path))
+
     def test_how_a_message_ended_reaches_the_verdict(self):
         for members, verdict in (({"stop_reason": "max_tokens", "content": [{"type": "text", "text": '[{"id": '}]}, "truncated"),
                                  ({"stop_reason": "model_context_window_exceeded", "content": []}, "truncated"), ({"content": []}, "empty_reply"),
@@ -1695,6 +1950,10 @@ class Models(EndpointCase):
         for status, document, kind in (
                 (400, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 400, "n_ctx": 8192}}, "rejected"),
                 (500, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 500}}, "rejected"),
+                (500, {"error": {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}}, "rejected"),
+                (500, {"error": {"message": "the request exceeds the available context size. try", "type": "server_error"}}, "rejected"),
+                (500, {"error": {"message": "Not so: Context size has been exceeded.", "type": "server_error"}}, "retry"),
+                (501, {"error": {"message": "x", "type": "not_supported_error", "code": 501}}, "stop"), (505, None, "stop"),
                 (503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, "retry"),
                 (401, {"error": "Unauthorized"}, "stop"), (404, {"error": "model 'x' not found"}, "stop"), (422, {"detail": "text"}, "rejected"),
                 (400, {"error": {"message": "Invalid schema for response_format", "param": "response_format"}}, "stop"),
@@ -1813,6 +2072,7 @@ class Models(EndpointCase):
                     handler.answer(200, completion(reply_to_prompt(prompt)), {})
                 else:
                     handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                    os.close(handler.connection.detach())       # at once: a shutdown before it would be an end, and no reset
                     handler.close_connection = True
             return answer
         server = self.serve(script)
@@ -1820,6 +2080,21 @@ class Models(EndpointCase):
         self.assertEqual(code, 3)
         self.assertEqual(len(server.requests), 10)
         self.assertEqual(len(self.rows("runs/ledger.jsonl")) + len(self.failures()), 10)
+
+    def test_a_kept_connection_that_ends_without_a_word_costs_no_failure(self):
+        on = {}
+
+        def script(prompt, number):
+            def answer(handler):
+                on[handler] = on.get(handler, 0) + 1
+                if on[handler] == 1:
+                    handler.answer(200, completion(reply_to_prompt(prompt)), {})
+                else:
+                    handler.close_connection = True             # it crossed with the request
+            return answer
+        server = self.serve(script)
+        self.assertEqual(self.ask(server, 5)[0], 0)
+        self.assertEqual((len(server.requests), server.connections, self.failures()), (9, 5, []))
 
     def test_a_connection_that_breaks_in_the_middle_of_a_reply_is_not_sent_again_unseen(self):
         import socket
@@ -1850,12 +2125,28 @@ class Models(EndpointCase):
         ({"choices": [{"message": {"content": '[{"id":"3f9a'}, "finish_reason": "length"}]}, "truncated"),
         ({"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, "empty_reply"),
         ({"choices": [{"message": {"content": "", "reasoning_content": "[]"}, "finish_reason": None}]}, "empty_reply"),
+        *(({"choices": [{"message": {}, "finish_reason": finish}]}, "refused")
+          for finish in ("SAFETY", "PROHIBITED_CONTENT", "RECITATION", "BLOCKLIST", "SPII", "sensitive")),
+        ({"choices": [{"message": {"content": '[{"id":'}, "finish_reason": "MAX_TOKENS"}]}, "truncated"),
+        ({"choices": [{"message": {"content": "", "reasoning": "[1]"}, "finish_reason": "SAFETY"}]}, "refused"),
+        ({"choices": [{"message": {"content": "", "reasoning": "hm"}, "finish_reason": "length"}]}, "truncated"),
     ]
 
     def test_what_a_reply_says_of_itself_reaches_the_verdict(self):
         for members, code in self.USABLE:
             self.ask(self.serve(lambda prompt, n: completion("", **members)), 1, "--attempts", "1")
             self.assertEqual(self.rows("runs/ledger.jsonl")[-1]["verdict"], code, members)
+            os.remove("runs/ledger.jsonl")
+
+    def test_json_that_stands_in_the_reasoning_is_shown_and_never_an_answer(self):
+        for name in ("reasoning_content", "reasoning"):
+            server = self.serve(lambda prompt, n: completion("", choices=[
+                {"message": {"content": " \n", name: reply_to_prompt(prompt)}, "finish_reason": "length"}]))
+            code, out, err = self.ask(server, 1, "--attempts", "1")
+            [row] = self.rows("runs/ledger.jsonl")
+            self.assertEqual((code, row["verdict"], "answers" in row, json.loads(row["reply"])[0]["answer"]), (1, "empty_reply", False, "good"))
+            self.assertIn("the JSON stands in the reasoning", row["detail"])
+            self.assertEqual(bh.rederived(row, bh.DEFAULT).code, "empty_reply")
             os.remove("runs/ledger.jsonl")
 
     def test_content_in_parts_is_joined_without_the_thinking(self):
@@ -1974,6 +2265,72 @@ class Models(EndpointCase):
         with mock.patch.object(bh, "MAX_REPLY", 100), self.assertRaises(OverflowError):
             bh.read_response(lambda: b"HTTP/1.1 200 OK\r\nX: ")
 
+    def test_a_compressed_reply_without_zlib_is_named(self):
+        with mock.patch.object(bh, "zlib", None), self.assertRaisesRegex(OverflowError, "no module zlib"):
+            bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx"]).__next__)
+
+    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
+        def read(members, **more):
+            body = gzip.compress(b"x" * 600) * members
+            return bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + body, b""]).__next__, **more)
+        self.assertEqual(read(9, most=5400).body, b"x" * 5400)
+        with self.assertRaises(OverflowError):
+            read(9, most=5399)
+        with self.assertRaises(TimeoutError):
+            read(1, due=time.monotonic() - 1)
+
+    def test_what_has_no_end_is_given_up_soon_and_searched_once(self):
+        for head in (b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;"):
+            pieces = [head] + [b"X-Y: zzz " * 100] * 80
+            with self.assertRaises(OverflowError):
+                bh.read_response(iter(pieces).__next__)
+        places, mark = [], re.compile(b"END.")
+        inbox = bh.Inbox(iter([b"a" * 50] * 9 + [b"EN", b"D."]).__next__, 1000)
+        before = inbox.upto(types.SimpleNamespace(search=lambda data, *place: places.append(place) or mark.search(data, *place)))
+        self.assertEqual((before, inbox.data), (b"a" * 450, b""))
+        self.assertEqual(places[2:5], [(47,), (97,), (147,)])
+
+    def test_a_call_that_has_just_ended_is_not_shut_down(self):
+        class Connection:
+            shut, socks = [], []
+
+            @property
+            def sock(self):
+                self.on_look()
+                return self.socks.pop() if self.socks else None
+        client = bh.Client("http://127.0.0.1:1/v1", 5, [], "")
+        for looks in (1, 2):                    # it let go of the connection between two looks, or began its next call on it
+            connection, (ours, theirs) = Connection(), socket.socketpair()
+            with ours, theirs:
+                connection.socks = [ours] * looks
+                client._deadlines[connection] = 1.0
+                connection.on_look = lambda: client._deadlines.update({connection: 20.0})
+                client.end_overdue(10.0)
+                client._deadlines.clear()
+                ours.sendall(b"still open")
+
+    def test_a_transport_that_never_worked_is_tried_three_times(self):
+        for answer, words, billed in ((lambda peer: peer.recv(9999) and peer.sendall(b"SSH-2.0-x\r\n\r\n"), "does not speak HTTP", True),
+                                      (lambda peer: peer.recv(9999) and peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"), "broke off", True),
+                                      (lambda peer: peer.recv(9999), "broke off", False)):
+            server = self.listen(answer)
+            code, out, err = self.ask(server, 3)
+            self.assertEqual((code, len(server.peers)), (3, 3), out + err)
+            self.assertIn(words, out)
+            self.assertEqual({row["billed"] for row in self.failures()}, {billed})
+            os.remove("runs/ledger.jsonl")
+
+    def test_an_answer_that_comes_before_all_was_sent_is_read(self):
+        def early(peer):
+            peer.recv(1000)
+            body = error_body(message="no such key")
+            peer.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        server = self.listen(early)
+        self.write("items.jsonl", json.dumps({"text": "long " * 2000000}))
+        code, out, err = self.ask(server, 0)
+        self.assertEqual((code, len(server.peers)), (3, 1), out + err)
+        self.assertIn("no such key; check the key", out)
+
     def test_a_slow_drip_cannot_outlive_the_time_of_a_call(self):
         def drip(handler):
             handler.send_response(200)
@@ -2047,7 +2404,11 @@ class Models(EndpointCase):
                 (400, error_body(message="x", param="seed.value"), "--param"),
                 (422, json.dumps({"detail": [{"type": "extra", "loc": ["body", "seed"], "msg": "no"}]}).encode(), "--param"),
                 (400, error_body(message="x", code="unsupported_value", param=None), "--param"),
-                (307, b"", "redirects"), (301, b"", "redirects"), (405, b"", "mend the request")):
+                (400, json.dumps([{"error": {"code": 400, "message": "x", "details": [{"reason": "API_KEY_INVALID"}]}}]).encode(), "check the key"),
+                (400, error_body(message="API key not valid. Please pass one.", code=400, status="INVALID_ARGUMENT"), "check the key"),
+                (400, json.dumps({"code": "x", "error": "Incorrect API key provided: z"}).encode(), "check the key"),
+                (501, b"", "mend the request"), (505, b"", "check --base-url"), (405, b"", "check --base-url"), (410, b"", "check --base-url"),
+                (307, b"", "redirects"), (301, b"", "redirects"), (418, b"", "mend the request")):
             with self.subTest(status=status, words=words):
                 server = self.serve(lambda prompt, n: (status, body, {"Location": "http://127.0.0.1:1/"}))
                 code, out, err = self.ask(server, 10, "--param", "seed=1")
@@ -2091,6 +2452,14 @@ class Models(EndpointCase):
         self.assertEqual(code, 1, out)
         self.assertIn("17 of 20 items answered, 3 quarantined, 0 pending", out)
 
+    def test_a_text_beyond_the_context_costs_its_batch_nothing(self):
+        error = error_body(code=500, message="Context size has been exceeded.", type="server_error")
+        server = self.serve(lambda prompt, n: (500, error, {}) if "number 2" in prompt else completion(reply_to_prompt(prompt)))
+        code, out, err = self.ask(server, 6, "--batch-size", "3")
+        self.assertEqual((code, len(server.requests), self.failures()), (1, 5, []), out + err)
+        [row] = [row for row in self.rows("runs/ledger.jsonl") if "quarantined" in row]
+        self.assertEqual((row["batch"], row["verdict"]), ([bh.item_id("text number 2")], "rejected"))
+
     def test_a_refused_text_in_every_batch_blocks_no_other_text(self):
         for status in (400, 413):
             for workers in ("1", "4"):
@@ -2113,26 +2482,68 @@ class Models(EndpointCase):
         code, out, err = self.ask(self.serve(script), 10, "--workers", "4")
         self.assertIn("7 of 10 items answered, 3 quarantined, 0 pending", out)
 
-    def test_three_refusals_and_no_success_stop_the_run_and_quarantine_nothing(self):
-        server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
-        code, out, err = self.ask(server, 10, "--batch-size", "2")
-        self.assertEqual((code, len(server.requests)), (3, 3))
-        self.assertIn("0 of 10 items answered, 0 quarantined", out)
-        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl") if "quarantined" in row], [])
+    def test_twenty_calls_without_an_acceptable_reply_stop_the_run_with_an_example(self):
+        wrong = "item [0-9a-f]{12}: bad_value .*the reply begins: .*Positive.*most often: .answer. breaks enum: .Positive. 20; change the labels"
+        for answer, calls, words in ((lambda prompt: completion(reply_to_prompt(prompt, "Positive")), 40, wrong),
+                                     (lambda prompt: completion(""), 40, "item [0-9a-f]{12}: empty_reply .*; the endpoint or the model may be down"),
+                                     (lambda prompt: (400, error_body(message="no"), {}), 30, "item [0-9a-f]{12}: rejected .HTTP 400: no.; .*check the account")):
+            server = self.serve(lambda prompt, n: answer(prompt))
+            more = ["--labels", "positive,negative"]
+            code, out, err = self.ask(server, 30, *more)
+            self.assertEqual((code, len(server.requests)), (3, 20), out)
+            self.assertIn("0 of 30 items answered, 0 quarantined, 30 pending", out)
+            self.assertRegex(out, "stopped early: 20 calls brought no acceptable reply, as for " + words)
+            self.assertNotIn(b'"quarantined"', self.bytes())
+            self.assertEqual(self.main("audit")[0], 0)
+            os.remove("runs/ledger.jsonl")
+            server = self.serve(lambda prompt, n: answer(prompt))
+            self.assertEqual((self.ask(server, 20, *more, "--keep-going")[0], len(server.requests)), (1, calls - 10 * (calls == 30)))
+            os.remove("runs/ledger.jsonl")
+
+    def test_a_file_of_fewer_calls_ends_with_its_texts_in_quarantine(self):
+        for status, calls in ((200, 18), (400, 9)):
+            server = self.serve(lambda prompt, n: (status, completion("no"), {}))
+            code, out, err = self.ask(server, 9)
+            self.assertEqual((code, len(server.requests)), (1, calls), out)
+            self.assertIn("0 of 9 items answered, 9 quarantined, 0 pending", out)
+            self.assertIn("nothing to do", self.ask(server, 9)[1])
+            self.assertEqual(self.main("audit")[0], 0)
+            self.assertEqual([arm["quarantined"] for arm in json.loads(self.main("report", "--json")[1])["arms"]], [9])
+            os.remove("runs/ledger.jsonl")
+
+    def test_fifty_calls_in_a_row_stop_a_run_that_went_well_and_quarantine_nothing(self):
+        expired = json.dumps({"type": "error", "error": {"type": "invalid_request_error", "message": "Your balance is too low."}}).encode()
+        server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)) if n <= 3 else (400, expired, {}))
+        code, out, err = self.ask(server, 80, model="anthropic:m")
+        self.assertEqual((code, len(server.requests)), (3, 53), out + err)
+        self.assertIn("3 of 80 items answered, 0 quarantined, 77 pending", out)
+        self.assertRegex(out, "50 calls in a row brought no acceptable reply.*Your balance is too low")
+        code, out, err = self.ask(self.serve(lambda prompt, n: message(reply_to_prompt(prompt))), 80, model="anthropic:m")
+        self.assertIn("80 of 80 items answered, 0 quarantined", out)
+
+    def test_refusals_that_name_the_content_do_not_count(self):
+        blocked = {"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}
+        for answer in ((400, error_body(message="blocked", code="content_filter"), {}), (200, json.dumps(blocked).encode(), {})):
+            server = self.serve(lambda prompt, n: answer if n <= 60 else completion(reply_to_prompt(prompt)))
+            code, out, err = self.ask(server, 65)
+            self.assertEqual((code, len(server.requests)), (1, 65), out)
+            self.assertIn("5 of 65 items answered, 60 quarantined, 0 pending", out)
+            os.remove("runs/ledger.jsonl")
 
     def test_a_refused_call_is_on_the_ledger_however_the_run_ends(self):
         server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
         code, out, err = self.ask(server, 8, "--max-calls", "1")
-        self.assertEqual((code, len(self.failures())), (3, 1))
-        self.assertIn("1 calls without a reply", out)
+        self.assertEqual((code, [row["verdict"] for row in self.rows("runs/ledger.jsonl")]), (3, ["rejected"]))
+        self.assertIn("0 quarantined, 8 pending", out)
 
-    def test_refusals_are_counted_through_the_fallbacks_of_a_batch(self):
-        for count, more in ((2, ["--batch-size", "2"]), (3, ["--batch-size", "3", "--on-failure", "split"])):
-            server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
-            code, out, err = self.ask(server, count, *more)
-            self.assertEqual((code, len(server.requests)), (3, 3), out)
-            self.assertIn("0 quarantined", out)
-            os.remove("runs/ledger.jsonl")
+    def test_an_item_held_back_from_quarantine_begins_anew_beside_its_batch(self):
+        server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
+        self.ask(server, 3, "--batch-size", "3", "--max-calls", "2")
+        server = self.serve()
+        self.assertEqual(self.ask(server, 3, "--batch-size", "3")[0], 0)
+        first, *others = [bh.item_id("text number %d" % n) for n in range(3)]
+        rows = {tuple(row["batch"]): (row["fallback"], row["size"]) for row in self.rows("runs/ledger.jsonl")[2:]}
+        self.assertEqual(rows, {(first,): (False, 3), (others[0],): (True, 3), (others[1],): (True, 3)})
 
     def test_the_servers_wait_is_kept_by_all_and_never_cut_short(self):
         refused = []
@@ -2173,6 +2584,20 @@ class Models(EndpointCase):
             code, out, err = self.ask(server, 9, "--workers", "2")
         self.assertEqual(code, 3, out + err)
         self.assertIn("8 of 9 items answered, 0 quarantined, 1 pending", out)
+
+    def test_a_text_that_gets_no_reply_is_named_and_does_not_hold_its_batch_back(self):
+        server = self.serve(lambda prompt, n: (500, error_body(message="Boom."), {}) if "number 4<" in prompt else completion(reply_to_prompt(prompt)))
+        with mock.patch.object(bh, "MAX_FAILURES", 3), mock.patch.object(bh, "MAX_BACKOFF", 0.01):
+            code, out, err = self.ask(server, 9, "--batch-size", "3")
+        self.assertEqual(code, 3, out + err)
+        self.assertIn("8 of 9 items answered, 0 quarantined, 1 pending", out)
+        self.assertRegex(out, "stopped early: 1 items got no reply after 3 tries, such as %s .HTTP 500: Boom" % bh.item_id("text number 4"))
+        self.assertEqual(self.ask(self.serve(), 9, "--batch-size", "3")[0], 0)
+        os.remove("runs/ledger.jsonl")
+        server = self.serve(lambda prompt, n: (500, b"", {}) if "number 4<" in prompt else completion(reply_to_prompt(prompt)))
+        out = self.ask(server, 6, "--batch-size", "3")[1]                           # nothing else is left to succeed
+        self.assertIn("5 of 6 items answered", out)
+        self.assertIn("1 items got no reply after 10 tries, such as " + bh.item_id("text number 4"), out)
 
     def test_an_endpoint_that_is_not_there_ends_the_run_soon(self):
         server = self.serve()
@@ -2240,24 +2665,25 @@ class Models(EndpointCase):
         self.assertEqual(self.rows("runs/ledger.jsonl")[0]["verdict"], "ok")
         self.assertFalse([row for row in self.rows("runs/ledger.jsonl") if row["verdict"] not in ("ok", "set_mismatch")])
 
-    def test_a_long_row_of_refusals_after_a_success_stops_the_run(self):
-        expired = json.dumps({"type": "error", "error": {"type": "invalid_request_error", "message": "Your balance is too low."}}).encode()
-        server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)) if n <= 3 else (400, expired, {}))
-        code, out, err = self.ask(server, 40, model="anthropic:m")
-        self.assertEqual((code, len(server.requests)), (3, 3 + bh.MAX_STRIKES), out + err)
-        self.assertIn("3 of 40 items answered, 10 quarantined, 27 pending", out)
-        self.assertIn("--retry-quarantined", out)
-        self.assertIn("Your balance is too low", out)
-
     def test_google_names_reason_and_wait_in_its_details(self):
         def body(**detail):
             return [{"error": {"code": 429, "message": "x", "status": "RESOURCE_EXHAUSTED", "details": [{"@type": "y"}, detail]}}]
-        self.assertEqual(bh.error_in(body(retryDelay="8.5s"), "").wait, 8.5)
-        self.assertIsNone(bh.error_in(body(retryDelay=["8s"]), "").wait)
+        self.assertEqual(bh.retry_after(bh.error_in(body(retryDelay="8.5s"), "").waits, 1.0), 8.5)
+        self.assertIsNone(bh.retry_after(bh.error_in(body(retryDelay=["8s"]), "").waits, 1.0))
         self.assertEqual(bh.classify(400, bh.error_in(body(reason="API_KEY_INVALID"), ""), None, ()).kind, "stop")
         server = self.serve(lambda prompt, n: (429, json.dumps(body(retryDelay="0.4s")).encode(), {}) if n == 1 else completion(reply_to_prompt(prompt)))
         self.assertEqual(self.ask(server, 1, model="gemini:m")[0], 0)
         self.assertGreaterEqual(server.times[1] - server.times[0], 0.4)
+
+    def test_openrouter_names_the_time_of_the_reset_in_its_body(self):
+        def body(moment):
+            return error_body(message="x", code=429, metadata={"headers": {"X-RateLimit-Limit": "20", "X-RateLimit-Reset": moment}})
+        for moment, wait in ((1790000006000, 6.0), ("1790000006000", 6.0), ("1780000006000", 0.0), ("soon", None), (None, None)):
+            self.assertEqual(bh.retry_after(bh.error_in(json.loads(body(moment)), "").waits, 1790000000.0), wait)
+        server = self.serve(lambda prompt, n: (429, body("%d" % (1000 * time.time() + 54e6)), {}))
+        code, out, err = self.ask(server, 1, model="openrouter:m")
+        self.assertEqual((code, len(server.requests)), (3, 1), out + err)
+        self.assertRegex(out, "asks to wait 5[34]")
 
     def test_an_absurd_wait_stops_the_run_in_words(self):
         for wait in ("99999999999999999999", "100000000000000000", "3600.5"):
@@ -2306,7 +2732,7 @@ class Models(EndpointCase):
             os.environ["OPENAI_API_KEY"] = key
             server.base += "?key=FAKEQUERY-1&v=2026"
             code, out, err = self.ask(server, 4)
-            self.assertEqual(code, 3)
+            self.assertIn(code, (1, 3))
             for text in (out, err, self.bytes().decode()):
                 self.assertNotIn("ECHO-0123456789", text)
                 self.assertNotIn("FAKEQUERY", text)
@@ -2372,6 +2798,43 @@ class Models(EndpointCase):
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "openai:x", "--ledger", "l.jsonl")[0], 0)
         self.assertEqual([body["model"] for _, _, body in server.requests], ["qwen2.5:7b", "x"])
 
+    @unittest.skipUnless(shutil.which("openssl"), "makes certificates with openssl")
+    def test_every_fault_of_a_certificate_has_its_own_words(self):
+        def certificate(name, days, subject):
+            self.write(name + ".cnf", "subjectAltName=" + subject)
+            for words in ("req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout %s.key -out %s.req -subj /CN=x" % (name, name),
+                          "x509 -req -in %s.req -signkey %s.key -days %d -extfile %s.cnf -out %s.pem" % (name, name, days, name, name)):
+                subprocess.run(["openssl"] + words.split(), check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        for name, days, subject, trusted, words in (
+                ("good", 1, "IP:127.0.0.1", "good.pem", "1 of 1 items answered"), ("other", 1, "IP:127.0.0.9", "other.pem", "write the name it was made for"),
+                ("unsigned", 1, "IP:127.0.0.1", "good.pem", "set SSL_CERT_FILE"), ("late", -1, "IP:127.0.0.1", "late.pem", "expired; check this machine's clock")):
+            certificate(name, days, subject)
+            server = self.serve()
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(name + ".pem", name + ".key")
+            server.server.socket = context.wrap_socket(server.server.socket, server_side=True)
+            server.base = server.base.replace("http", "https")
+            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": trusted}):
+                code, out, err = self.ask(server)
+            self.assertIn(words, out)
+            os.remove("runs/ledger.jsonl")
+        server.base = server.base.replace("https", "http")          # the other way round: no TLS where there should be
+        self.assertRegex(self.ask(server)[1], "failed 3 times in a row: no whole reply|failed 3 times in a row: cannot reach")
+
+    def test_certificates_that_cannot_be_read_are_refused_at_once(self):
+        self.items_file(1)
+        os.environ["OPENAI_API_KEY"] = KEY
+        for place in ("none.pem", "items.jsonl", "."):
+            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": place}):
+                self.assertIn("SSL_CERT_FILE names " + place, self.refused("--input", "items.jsonl", "--model", "openai:x"))
+
+    def test_no_connection_is_left_open_at_the_end(self):
+        server = self.serve()
+        self.items_file(8)
+        run = subprocess.run([sys.executable, "-X", "dev", PROGRAM, "--input", "items.jsonl", "--model", "m", "--base-url", server.base, "--workers", "4"],
+                             capture_output=True)
+        self.assertEqual((run.returncode, b"Warning" in run.stderr), (0, False), run.stderr)
+
     def test_loopback_never_goes_through_a_proxy(self):
         server = self.serve()
         with mock.patch.dict(os.environ, {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}):
@@ -2391,9 +2854,11 @@ class Models(EndpointCase):
         with mock.patch.dict(os.environ, {"http_proxy": address}):
             self.assertEqual(self.main(*words)[0], 0)
         self.assertEqual(proxy.requests[0][1]["Proxy-Authorization"], "Basic bWU6cEBzcw==")
-        for broken in ("http://127.0.0.1:bad", "http://[bad", "https://127.0.0.1:9", "socks5://127.0.0.1:9"):
+        for broken, said in (("http://127.0.0.1:bad", "http://HOST:PORT"), ("http://[bad", "http://HOST:PORT"),
+                             ("https://127.0.0.1:9", "speaks https"), ("socks5h://127.0.0.1:9", "speaks socks5h")):
             with mock.patch.dict(os.environ, {"http_proxy": broken}):
-                self.assertEqual(self.main(*words, "--ledger", "new/x.jsonl")[0], 2)
+                code, out, err = self.main(*words, "--ledger", "new/x.jsonl")
+                self.assertEqual((code, said in err, "https://HOST" in err), (2, True, False), err)
 
     def test_a_proxy_that_refuses_ends_the_run_in_one_line(self):
         proxy = self.serve(lambda prompt, n: (407, b"<html>login", {"Proxy-Authenticate": "Basic"}))
@@ -2447,6 +2912,23 @@ class Models(EndpointCase):
         self.assertIn("log in first", out)
         self.assertEqual(self.main("--input", "items.jsonl", "--model", "cmd:no_such_command_at_all", "--ledger", "l.jsonl")[0], 3)
         self.assertEqual(len(self.rows("l.jsonl", "failure")), 1)
+
+    def test_a_command_that_writes_without_end_is_ended(self):
+        self.items_file(1)
+        with mock.patch.object(bh, "MAX_REPLY", 1 << 20):
+            for command in ("head -c 9000000 /dev/zero", "head -c 9000000 /dev/zero >&2"):
+                code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command, "--timeout", "5s")
+                self.assertEqual((code, len(self.failures())), (3, 1), out + err)
+                self.assertIn("more than 1 MB", out)
+                os.remove("runs/ledger.jsonl")
+
+    def test_a_command_gets_a_long_prompt_whole_however_slowly_it_reads(self):
+        self.write("items.jsonl", json.dumps({"text": "long " * 100000}))
+        command = "sleep 0.2; echo [{\\\"id\\\": \\\"%s\\\", \\\"answer\\\": \\\"$(cat | wc -c)\\\"}]" % bh.item_id("long " * 100000)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command)
+        self.assertEqual(code, 0, out + err)
+        [answer] = self.rows("runs/ledger.jsonl")[0]["answers"].values()
+        self.assertGreater(int(answer), 500000)
 
     @unittest.skipUnless(os.path.isdir("/proc/self"), "looks for processes in /proc")
     def test_a_command_that_outlives_its_time_leaves_no_process(self):
@@ -2591,9 +3073,32 @@ class Runs(EndpointCase):
             if run.returncode in (0, 1):
                 break
         self.assertIn(run.returncode, (0, 1))
-        rows = self.rows("runs/ledger.jsonl")
+        rows = self.rows("runs/ledger.jsonl") + self.rows("runs/ledger.jsonl", "quarantine")
         settled = [name for row in rows if "answers" in row or "quarantined" in row for name in row["batch"]]
         self.assertEqual(sorted(settled), sorted(bh.item_id("text number %d" % n) for n in range(120)), SEED)
+
+    def test_kill_nine_while_quarantine_is_held_back_loses_no_reply(self):
+        server = self.serve(lambda prompt, n: (time.sleep(60 if n == 7 else 0), completion("no"))[1])
+        words = ("--input", self.items_file(5), "--model", "openai:x", "--base-url", server.base, "--workers", "1")
+        run = self.process(*words)
+        self.wait_for(lambda: len(server.requests) == 7, "the seventh call")
+        run.kill()
+        run.communicate()
+        self.assertEqual([row["attempt"] for row in self.rows("runs/ledger.jsonl")], [1, 2] * 3)
+        server = self.serve()
+        code, out, err = self.main(*words[:5], server.base)
+        self.assertEqual((code, len(server.requests)), (0, 5))
+        self.assertIn("5 of 5 items answered, 0 quarantined", out)
+
+    def test_the_first_reply_of_each_verdict_is_shown_and_the_summary_names_one(self):
+        texts = {"number 0": "no \x1b[2J " + "x" * 300, "number 1": "no", "number 2": ""}
+        server = self.serve(lambda prompt, n: completion(next((reply for text, reply in texts.items() if text in prompt), reply_to_prompt(prompt))))
+        code, out, err = self.ask(server, 5)
+        first, third = bh.item_id("text number 0"), bh.item_id("text number 2")
+        [line] = [line for line in err.splitlines() if line.startswith("not accepted: item %s: not_json (Expecting value" % first)]
+        self.assertIn("the reply begins: no ?[2J xxx", line)
+        self.assertEqual((line.count("x" * 100), line.count("x" * 120), err.count("not accepted: ")), (1, 0, 2))
+        self.assertIn("replies that were not accepted: not_json 4 (such as %s), empty_reply 2 (such as %s); `explain ID`" % (first, third), out)
 
     def interrupted(self, number, again=None):
         gate = threading.Event()
@@ -2660,6 +3165,83 @@ class Runs(EndpointCase):
         run.send_signal(signal.SIGHUP)
         self.assertEqual(run.wait(timeout=20), 130)
         self.assertEqual(len(self.rows("runs/ledger.jsonl")), len(server.requests))
+
+    IMPATIENT = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.PATIENCE = 0.3; bh.BACKOFF = 0.01; bh.program()" % HERE
+
+    def unread(self, server, stream, *more):
+        """A run with three calls in flight, one of whose streams is a pipe that is full by then and that nobody reads."""
+        import select
+        ours, theirs = os.pipe()
+        self.addCleanup(os.close, ours)
+        self.items_file(40)
+        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
+                                "--workers", "3", *more], preexec_fn=usual_signals, stdin=subprocess.DEVNULL,
+                               **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: theirs})
+        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
+        while select.select([], [theirs], [], 0)[1]:
+            os.write(theirs, b"x" * 4096)
+        os.close(theirs)
+        return run, ours
+
+    @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
+    def test_a_frozen_terminal_holds_up_neither_signals_nor_time_outs(self):
+        import pty
+        import termios
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        server = self.serve(lambda prompt, n: (gate.wait(20) if n > 4 else None, completion(reply_to_prompt(prompt)))[1])
+        self.items_file(40)
+        ours, theirs = pty.openpty()
+        self.addCleanup(os.close, ours)
+        self.addCleanup(os.close, theirs)
+        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
+                                "--workers", "3", "--timeout", "1s"], preexec_fn=usual_signals, stdin=theirs, stdout=theirs, stderr=theirs)
+        self.addCleanup(run.kill)
+        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
+        termios.tcflow(theirs, termios.TCOOFF)                          # as Ctrl-S does
+        self.wait_for(lambda: len(self.rows("runs/ledger.jsonl", "failure")) == 3, "the time-outs")
+        run.send_signal(signal.SIGTERM)
+        self.assertEqual(run.wait(timeout=20), 130)
+        self.assertIn(len(server.requests), (7, 8, 9, 10))
+        self.assertEqual(len(self.rows("runs/ledger.jsonl")), 4)
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_a_second_interrupt_leaves_although_its_words_find_no_room(self):
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        run, _ = self.unread(self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1]), "stderr")
+        self.addCleanup(run.kill)
+        for _ in range(2):
+            run.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        self.assertEqual(run.wait(timeout=5), 130)
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_a_run_ends_with_its_code_although_nobody_reads_its_summary(self):
+        for stream in ("stdout", "stderr"):
+            gate = threading.Event()
+            self.addCleanup(gate.set)
+            server = self.serve(lambda prompt, n, gate=gate: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
+            run, _ = self.unread(server, stream, "--max-calls", "9")
+            self.addCleanup(run.kill)
+            gate.set()
+            self.assertEqual(run.wait(timeout=15), 3)
+            self.assertEqual(len(self.rows("runs/ledger.jsonl")), 9)
+            os.remove("runs/ledger.jsonl")
+
+    @unittest.skipUnless(os.name == "posix", "fills a pipe")
+    def test_who_reads_slowly_gets_the_whole_summary(self):
+        gate = threading.Event()
+        server = self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
+        with mock.patch.object(self, "IMPATIENT", self.IMPATIENT.replace("0.3", "20")):
+            run, ours = self.unread(server, "stdout")
+        gate.set()
+        self.wait_for(lambda: len(self.rows("runs/ledger.jsonl")) == 40, "the last reply")
+        time.sleep(0.5)
+        self.assertIsNone(run.poll())
+        seen = b"".join(iter(lambda: os.read(ours, 4096), b""))
+        self.assertEqual(run.wait(timeout=20), 0)
+        self.assertRegex(seen.decode(), r"x\n?40 of 40 items answered, 0 quarantined, 0 pending\nthis run: 40 calls[^\n]+\nnext: [^\n]+\n\Z")
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
@@ -2729,6 +3311,51 @@ class Runs(EndpointCase):
         server = self.serve(script)
         self.assertEqual(self.ask(server, 40, "--workers", "5")[0], 0)
         self.assertEqual((server.most, len(server.requests)), (5, 40))
+
+    @unittest.skipUnless(os.name == "posix", "needs a limit on open files")
+    def test_too_few_file_descriptors_mean_fewer_workers_and_no_failed_call(self):
+        import resource
+        slow = self.serve(lambda prompt, n: (time.sleep(0.02), completion(reply_to_prompt(prompt)))[1])
+        self.items_file(200)
+        for more in (["openai:x", "--base-url", slow.base], ["cmd:sleep 0.1; echo '[]'", "--attempts", "1", "--limit", "20", "--keep-going"]):
+            run = self.process("--input", "items.jsonl", "--workers", "64", "--ledger", "l%d.jsonl" % len(more), "--model", *more,
+                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24)))
+            out, err = run.communicate(timeout=60)
+            self.assertEqual(run.returncode, 0 if "openai:x" in more else 1, out + err)
+            self.assertEqual(err.count(b"raise `ulimit -n`"), 1, err)
+            self.assertIn(b" 0 calls without a reply", out)
+            self.assertEqual(self.rows("l%d.jsonl" % len(more), "failure"), [])
+
+    def test_a_call_without_a_file_descriptor_is_no_call_and_the_last_worker_stops(self):
+        self.items_file(9)
+        with mock.patch.object(bh.Demo, "__call__", side_effect=OSError(24, "Too many open files")):
+            code, out, err = self.main("--input", "items.jsonl", "--model", "demo", "--workers", "4")
+        self.assertEqual((code, len(self.bytes().splitlines())), (3, 1), err)
+        self.assertIn("stopped early: too few files may be open for so many workers; raise `ulimit -n`", out)
+        self.assertIn("9 of 9 items answered", self.main("--input", "items.jsonl", "--model", "demo")[1])
+
+    def test_threads_are_started_as_there_is_work_and_signals_are_heeded_meanwhile(self):
+        started, real = [], threading.Thread.start
+        with mock.patch.object(threading.Thread, "start", lambda thread: (started.append(threading.current_thread()), real(thread))[1]):
+            self.items_file(3)
+            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo:delay=0.2", "--workers", "1024")[0], 0)
+        self.assertLessEqual(len(started), 8)           # three at work, one that found nothing, one before, and those that print
+        self.assertLessEqual(started.count(threading.main_thread()), 4)
+
+    def test_where_the_system_gives_no_more_threads_those_that_run_will_do(self):
+        real = threading.Thread.start
+
+        def start(thread):
+            if threading.current_thread() is not threading.main_thread():
+                raise RuntimeError("can't start new thread")
+            real(thread)
+        self.items_file(9)
+        with mock.patch.object(threading.Thread, "start", start):
+            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--workers", "9")[0], 0)
+        os.remove("runs/ledger.jsonl")
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
+            code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
+        self.assertEqual((code, err.splitlines()[-1]), (2, "batch_harness: cannot start a thread: can't start new thread; close other programs"))
 
     def test_limit_asks_so_many_items_and_is_no_failure(self):
         self.items_file(10)
@@ -2838,14 +3465,14 @@ class Runs(EndpointCase):
         self.assertEqual(code, 0)
         self.assertTrue(out.startswith(bh.build_prompt([bh.Item("text number 0"), bh.Item("text number 1")])))
         self.assertIn("5 rows, 5 items: 0 answered, 0 quarantined, 5 pending", out)
-        self.assertIn("about 3 calls if every reply is good, at most 11", out)
+        self.assertIn("about 3 calls if every reply is good, at most 16", out)
         self.assertFalse(os.path.exists("runs"))
 
     def test_the_request_changes_from_the_second_attempt_on(self):
         server = self.serve(lambda prompt, n: completion("no"))
         self.ask(server, 2, "--batch-size", "2", "--param", "temperature=0", "--retry-param", "temperature=0.7", "--retry-param", "seed=3")
-        self.assertEqual([(body["temperature"], body.get("seed")) for _, _, body in server.requests], [(0, None), (0.7, 3), (0.7, 3), (0.7, 3)])
-        self.assertEqual([row.get("params") for row in self.rows("runs/ledger.jsonl")], [None] + [{"temperature": 0.7, "seed": 3}] * 3)
+        self.assertEqual([(body["temperature"], body.get("seed")) for _, _, body in server.requests], [(0, None)] + [(0.7, 3)] * 5)
+        self.assertEqual([row.get("params") for row in self.rows("runs/ledger.jsonl")], [None] + [{"temperature": 0.7, "seed": 3}] * 5)
 
     def test_an_identical_retry_at_temperature_zero_is_pointed_out_once(self):
         server = self.serve(lambda prompt, n: completion("no"))
@@ -2941,7 +3568,7 @@ class Engine:
 
     def step_of(self, method, path):
         if method == "POST":
-            return "upload" if path.endswith("/files") else "create" if path.endswith("/batches") else "chat"
+            return "upload" if path.endswith("/files") else "create" if path.endswith("/batches") else "cancel" if path.endswith("/cancel") else "chat"
         return "list" if path.endswith("/batches") else "fetch" if path.endswith(("/content", "/results")) else "look"
 
     def handle(self, step, path, query, data):
@@ -3006,6 +3633,8 @@ class Engine:
 
 class BatchJobs(EndpointCase):
     QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
+
+    USUAL = bh.POLL, bh.MAX_POLL
 
     def setUp(self):
         super().setUp()
@@ -3075,7 +3704,7 @@ class BatchJobs(EndpointCase):
         self.jobs(engine, "--ledger", "j.jsonl", count=12, size=5)
         server = self.serve(lambda prompt, n: completion("no" if "number 5" in prompt else reply_to_prompt(prompt)))
         self.ask(server, 0, "--batch-size", "5", "--labels", "good,bad", "--ledger", "o.jsonl")
-        keys = ("verdict", "attempt", "fallback", "size", "batch", "answers", "quarantined", "batch_id", "prompt_sha", "text_sha", "sources", "reply", "finish", "tokens_in")
+        keys = ("verdict", "attempt", "fallback", "size", "batch", "answers", "batch_id", "prompt_sha", "text_sha", "sources", "reply", "finish", "tokens_in")
         rows = [sorted(json.dumps({key: row.get(key) for key in keys}) for row in self.rows(path)) for path in ("j.jsonl", "o.jsonl")]
         self.assertEqual(rows[0], rows[1])
 
@@ -3116,7 +3745,7 @@ class BatchJobs(EndpointCase):
                 code, out, err = self.jobs(engine, count=4)
                 self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 4, {"answered": 4}), (form, made, out, err))
                 self.assertEqual(self.steps().count("created"), 1)
-                self.assertEqual("abandoned" in self.steps(), not made)
+                self.assertNotIn("abandoned", self.steps())
                 shutil.rmtree("runs")
 
     def test_killed_at_any_step_it_makes_one_job(self):
@@ -3268,10 +3897,27 @@ class BatchJobs(EndpointCase):
             self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl") if row["verdict"] != "ok"], ["rejected"])
             shutil.rmtree("runs")
             engine = self.engine(lambda prompt, name, line=line: line(name), form)
-            code, out, err = self.jobs(engine, count=5, size=1)
-            self.assertEqual((code, self.rows("runs/ledger.jsonl"), len(engine.jobs)), (3, [], 1))
-            self.assertIn("5 of 5 requests were refused (HTTP 400: no", out)
+            code, out, err = self.jobs(engine, count=20, size=1)
+            self.assertEqual((code, self.statuses(), len(engine.jobs)), (3, {"pending": 20}, 1))
+            self.assertIn("20 calls brought no acceptable reply", out)
+            self.assertIn("rejected (HTTP 400: no", out)
             shutil.rmtree("runs")
+            self.assertEqual((self.jobs(engine, count=5, size=1)[0], self.statuses()), (1, {"quarantined": 5}))
+            shutil.rmtree("runs")
+
+    def test_jobs_without_an_acceptable_reply_stop_and_quarantine_nothing(self):
+        engine = self.engine(lambda prompt, name: engine.reply("no"))
+        code, out, err = self.jobs(engine, count=15, size=1)
+        self.assertEqual((code, self.statuses(), len(engine.jobs)), (3, {"pending": 15}, 2))
+        self.assertIn("30 calls brought no acceptable reply, as for item", out)
+        self.assertEqual(err.count("not accepted: item"), 1)
+        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
+        self.assertEqual((self.jobs(engine, size=1)[0], self.statuses()), (0, {"answered": 15}))
+
+    def test_a_round_of_second_attempts_may_fail_whole(self):
+        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 1" in prompt else reply_to_prompt(prompt)))
+        with mock.patch.object(bh, "IN_A_ROW", 5):
+            self.assertEqual((self.jobs(engine, count=16, size=1)[0], self.statuses()), (1, {"answered": 9, "quarantined": 7}))
 
     def test_the_rest_can_be_asked_online(self):
         engine = self.engine(lambda prompt, name: engine.reply("no" if "number 3" in prompt else reply_to_prompt(prompt)))
@@ -3454,8 +4100,9 @@ class BatchJobs(EndpointCase):
             engine = self.engine()
             real = engine.handle
             engine.handle = lambda step, path, query, data, real=real, status=status: (status, b"{}") if step == "create" else real(step, path, query, data)
-            code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, engine.log.count("create")), (3, 3), out)
+            with mock.patch.object(bh, "MAX_TROUBLES", 5):
+                code, out, err = self.jobs(engine, count=4)
+            self.assertEqual((code, engine.log.count("create")), (3, 5 if status == 429 else 3), out)
             engine.handle = real
             self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
             shutil.rmtree("runs")
@@ -3533,6 +4180,14 @@ class BatchJobs(EndpointCase):
         code, out, err = self.jobs(engine, count=4)
         self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
 
+    def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_and_less_often(self):
+        engine, waits, real = self.engine(polls=20), [], bh.Jobs._wait
+        with mock.patch.multiple(bh, POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
+                mock.patch.object(bh.Jobs, "_wait", lambda rounds, seconds, words: (waits.append(seconds), real(rounds, 0.0, words))[1]):
+            self.assertEqual(self.jobs(engine, count=4)[0], 0)
+        self.assertTrue(1.8 <= waits[0] <= 2.2 and 2.7 <= waits[1] <= 3.3, waits)
+        self.assertTrue(270 <= waits[-1] <= 330, waits)
+
     def test_an_interrupt_leaves_the_job_to_be_taken_up(self):
         engine = self.engine(polls=10 ** 6)
         self.items_file(4)
@@ -3591,7 +4246,7 @@ class BatchJobs(EndpointCase):
         self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
         self.assertEqual(self.statuses(), {"answered": 5})
         self.assertIn("nothing to do", self.emit()[1])
-        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, "ok"), (1, "not_json"), (1, "ok"), (2, "ok")])
+        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, "ok"), (1, "ok"), (1, "not_json"), (2, "ok")])
 
     def test_results_of_every_dialect_are_read(self):
         self.items_file(8)
@@ -4116,7 +4771,7 @@ def ask(prompt):
         self.items_file(400)
         code, out, err = self.trial("--dry-run")
         self.assertIn("a sample of 300", out)
-        self.assertIn("arm 2, size 2: 0 of 300 items settled, about 150 calls if every reply is good, at most 600; at best it can show "
+        self.assertIn("arm 2, size 2: 0 of 300 items settled, about 150 calls if every reply is good, at most 900; at best it can show "
                       "failures below 2.7 % and differences below 2.1 points (150 full calls)", out)
         self.assertFalse(os.path.exists("t.jsonl"))
 
@@ -4217,11 +4872,11 @@ class Reports(EndpointCase):
         code, out, err = self.ask(self.serve(script), 10, "--batch-size", "5")
         self.assertEqual(code, 1)
         [arm] = self.arms()
-        self.assertEqual((arm["first_ok"], arm["first"], arm["rescued"], arm["retried"], arm["fallbacks"]), (1, 2, 0, 1, 5))
-        self.assertEqual((arm["answered"], arm["quarantined"], arm["verdicts"]), (8, 2, {"ok": 4, "not_json": 4}))
+        self.assertEqual((arm["first_ok"], arm["first"], arm["rescued"], arm["retried"], arm["fallbacks"]), (1, 2, 0, 1, 7))
+        self.assertEqual((arm["answered"], arm["quarantined"], arm["verdicts"]), (8, 2, {"ok": 4, "not_json": 6}))
         text = self.main("report")[1]
         self.assertIn("first pass ok      1 of 2 (50.0 %)", text)
-        self.assertIn("verdicts           not_json 4, ok 4", text)
+        self.assertIn("verdicts           not_json 6, ok 4", text)
 
     def test_rates_by_size_count_full_batches_only(self):
         self.ask(self.serve(), 5, "--batch-size", "2")
@@ -4324,7 +4979,8 @@ class Reports(EndpointCase):
         out = self.explained(first)
         self.assertIn("text: (give --input to see it)", out)
         self.assertIn("cannot be rebuilt without the texts of " + first, out)
-        self.assertIn("where it stands: quarantined in line 3", out)
+        self.assertIn("not_json     Expecting value", out)
+        self.assertIn("where it stands: quarantined in line 5", out)
         self.items_file(1, "other.jsonl", 7)
         self.assertIn("(the input no longer holds it)", self.explained(second, "--input", "other.jsonl"))
         with open("runs/ledger.jsonl") as file:
@@ -4356,6 +5012,13 @@ class Reports(EndpointCase):
         self.assertEqual([(row["row"], row["id"], row["status"], row["answer"], row["text"]) for row in rows],
                          [(1, 1, "answered", "good", " a "), (2, 2, "quarantined", None, "b"), (3, 3, "skipped", None, None),
                           (4, 4, "answered", "good", "a"), (5, 5, "pending", None, "d")])
+        self.assertEqual([(row["verdict"], row["detail"]) for row in rows], [(None, None), ("not_json", "Expecting value, at character 1")] + [(None, None)] * 3)
+        for ending in (".csv", ".db"):
+            self.main("export", "--input", "items.jsonl", "--skip-bad", "--output", "out" + ending)
+        with open("out.csv", encoding="utf-8", newline="") as file:
+            self.assertEqual([row["verdict"] for row in csv.DictReader(file)], ["", "not_json", "", "", ""])
+        with contextlib.closing(sqlite3.connect("out.db")) as base:
+            self.assertEqual(base.execute("SELECT detail FROM answers WHERE verdict = 'not_json'").fetchall(), [("Expecting value, at character 1",)])
         self.assertEqual(rows[0]["text_sha256"], hashlib.sha256(b" a ").hexdigest())
         self.assertEqual((rows[0]["item"], rows[0]["model_string"]), (bh.item_id("a"), "served-1"))
         self.assertEqual([list(row) for row in rows], [list(bh.EXPORT_COLUMNS)] * 5)
@@ -4504,6 +5167,16 @@ class AuditAndApply(EndpointCase):
             self.assertIn(said, out)
         self.write("e.jsonl", b"\n".join(lines[:-1] + [lines[place], b""]))
         self.assertIn("item %s was accepted before" % name, self.audit("--ledger", "e.jsonl")[1])
+
+    def test_a_quarantine_without_the_reply_that_failed_does_not_hold(self):
+        self.items_file(1)
+        self.main("--input", "items.jsonl", "--model", "demo:empty=1", "--ledger", "l.jsonl")
+        self.assertRegex(self.audit("--ledger", "l.jsonl")[1], "returned 1 = accepted 0 . quarantined 1\n")
+        for change in ({"verdict": "not_json"}, {"attempt": 3}, {"batch": [bh.item_id("x")], "quarantined": [bh.item_id("x")], "text_sha": [bh.text_digest("x")[:32]]}):
+            self.edited(3, lambda row: row.update(change))
+            code, out = self.audit("--ledger", "e.jsonl")
+            self.assertEqual(code, 1)
+            self.assertIn("e.jsonl:4: it quarantines items, and no reply", out)
 
     def test_a_line_that_was_cut_and_closed_off_is_no_fault(self):
         for keep in (0, 1, 3):
@@ -4655,7 +5328,7 @@ class AuditAndApply(EndpointCase):
         self.sql("UPDATE posts SET answer = 'by hand' WHERE id = 2")            # what a person changed since stays
         self.main(*self.APPLY)
         self.assertEqual(self.answers()[2], "by hand")
-        self.assertIn("applied 6 + stale 0 + missing 0", self.audit("--ledger", "l.jsonl")[1])
+        self.assertIn("posts.db, table posts (answer): applied 6\n", self.audit("--ledger", "l.jsonl")[1])
 
     def test_rows_that_changed_or_went_are_left_alone_and_recorded(self):
         self.run_()
@@ -4668,7 +5341,7 @@ class AuditAndApply(EndpointCase):
         self.assertEqual([self.answers()[n] for n in (1, 2)], [None, None])
         self.assertEqual(self.answers()[40], self.answers()[4])
         self.assertEqual(self.ledgered(), {"applied": 3, "stale_text": 2, "missing_row": 1})
-        self.assertIn("applied 3 + stale 2 + missing 1", self.audit("--ledger", "l.jsonl")[1])
+        self.assertIn("applied 3 + stale_text 2 + missing_row 1\n", self.audit("--ledger", "l.jsonl")[1])
 
     def with_rubric(self, version=3):
         self.items_file(6)
@@ -4844,11 +5517,100 @@ class AuditAndApply(EndpointCase):
         code, out, err = self.main(*["big.jsonl" if word == "l.jsonl" else word for word in self.APPLY])
         self.assertEqual((code, set(self.answers().values())), (2, {None}))
         self.assertIn("has more than 64 bits; nothing was applied", err)
-        with contextlib.closing(sqlite3.connect("posts.db")) as base:
-            base.execute("CREATE TRIGGER no BEFORE UPDATE ON posts BEGIN SELECT RAISE(ABORT, 'not today'); END")
-        code, out, err = self.main(*self.APPLY)
-        self.assertEqual(code, 3)
-        self.assertIn("posts.db: not today; what was committed stands", err)
+
+    def applied(self, *words):
+        """Apply, and what came of it: exit code, what was said, and the reasons on the ledger by the row's id."""
+        code, out, err = self.main(*self.APPLY, *words)
+        self.assertNotIn("fault of its own", err)
+        keys = {bh.item_id(text): key for key, text in self.sql("SELECT id, text FROM posts")}
+        why = {keys[name]: words for row in self.rows("l.jsonl", "apply") for name, words in row.get("why", {}).items()}
+        return code, out + err, why
+
+    def answered(self, values, schema, *more):
+        """A ledger whose items 0, 1, 2 ... have these answers."""
+        self.items_file(len(values))
+        self.write("task.json", json.dumps({"instruction": "J", "fields": {"answer": schema}}))
+        answer = "'[{\"id\": \"%s\", \"answer\": %s}]' % (re.findall('<item id=\"(.*?)\"', p)[0], "
+        answer += repr(list(map(json.dumps, values))) + "[int(re.findall('number ([0-9]+)<', p)[0])])"
+        self.write("m.py", "import re\ndef f(p): return " + answer)
+        code, out, err = self.main("--input", "items.jsonl", "--model", "py:m.py:f", "--task", "task.json", "--ledger", "l.jsonl")
+        self.assertEqual(code, 0, out + err)
+
+    def test_what_the_column_does_not_keep_is_undone_and_named(self):
+        for kind, values, kept in (("INTEGER", ["007", "1e5", "good", "7 "], [2]), ("REAL", [9007199254740993, 1, 2.5], [1, 2]), ("TEXT", [5, True], []),
+                                   ("INTEGER", [True, 7, 2.5, 2.0], [0, 1, 2, 3]), ("", ["007", 5, True, 9007199254740993], [0, 1, 2, 3])):
+            with self.subTest(kind=kind, values=values):
+                self.answered(values, {"type": ["string", "number", "boolean"]})
+                self.table(len(values), ", mine %s" % kind)
+                code, said, why = self.applied("--set", "mine=answer")
+                lost = set(range(len(values))) - set(kept)
+                self.assertEqual((code, set(why)), (1 if lost else 0, lost), said)
+                self.assertEqual(self.ledgered(), {word: count for word, count in (("applied", len(kept)), ("not_kept", len(lost))) if count})
+                self.assertEqual(self.sql("SELECT id FROM posts WHERE mine IS NOT NULL OR decided IS NOT NULL ORDER BY id"), [(n,) for n in kept])
+                for n in lost:
+                    self.assertRegex(why[n], r"column mine holds .* where %s was written" % re.escape(json.dumps(values[n])))
+                before = self.bytes("l.jsonl")
+                self.assertEqual((self.applied("--set", "mine=answer")[0], self.bytes("l.jsonl")), (code, before))
+                for path in ("l.jsonl", "posts.db"):
+                    os.remove(path)
+
+    def test_what_a_trigger_overwrites_ignores_or_takes_away_is_not_kept(self):
+        self.answered(["a", "b", "c", "d", "e"], {"type": "string"})
+        self.table(5)
+        for n, words in enumerate(("UPDATE posts SET answer = upper(answer) WHERE id = 0", "SELECT RAISE(IGNORE)", "DELETE FROM posts WHERE id = 2", "UPDATE posts SET decided = 'x' WHERE id = 3")):
+            self.sql("CREATE TRIGGER t%d %s UPDATE ON posts WHEN NEW.id = %d BEGIN %s; END" % (n, "BEFORE" if n == 1 else "AFTER", n, words))
+        code, said, why = self.applied()
+        self.assertEqual((code, self.answers()), (1, {**dict.fromkeys(range(4)), 4: "e"}), said)
+        self.assertEqual(self.ledgered(), {"applied": 1, "not_kept": 4})
+        self.assertEqual(why[0], 'column answer holds "A" where "a" was written')
+        self.assertRegex(why[1], "^column decided holds null where ")
+        self.assertRegex(why[2], "went away")
+        self.assertRegex(why[3], '^column decided holds "x" where ')
+        self.assertIn("not_kept, such as item ", said)
+        self.assertIn('not_kept, column answer holds "A"', self.main("explain", bh.item_id("text number 0"), "--ledger", "l.jsonl")[1])
+        code, out = self.audit("--ledger", "l.jsonl")
+        self.assertEqual(code, 0)
+        self.assertIn("applied 1 + not_kept 4\n", out)
+
+    def test_a_row_that_the_database_refuses_does_not_hold_up_the_others(self):
+        for words, reason in (("CHECK", "CHECK constraint failed"), ("UNIQUE", "UNIQUE constraint failed: posts.answer"), ("ABORT", "not today"), ("FAIL", "not today"),
+                              ("ROLLBACK", "not today"), ("JSON", "malformed JSON")):
+            with self.subTest(words=words):
+                self.answered(["a", "bad", "c", "bad" if words != "UNIQUE" else "a", "e"], {"type": "string"})
+                self.table(5)
+                self.sql({"UNIQUE": "CREATE UNIQUE INDEX one ON posts (answer)",
+                          "CHECK": "ALTER TABLE posts ADD COLUMN more TEXT CHECK (answer IS NOT 'bad')",
+                          "JSON": "CREATE TRIGGER t BEFORE UPDATE ON posts WHEN NEW.answer = 'bad' BEGIN SELECT json_extract(NEW.answer, '$.x'); END"}.get(
+                    words, "CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.answer = 'bad' BEGIN SELECT RAISE(%s, 'not today'); END" % words))
+                code, said, why = self.applied("--limit", "2")
+                lost = {3} if words == "UNIQUE" else {1, 3}
+                self.assertEqual((code, sum(answer is not None for answer in self.answers().values())), (1 if words != "UNIQUE" else 0, 2), said)
+                code, said, why = self.applied()
+                self.assertEqual((code, set(why), {n for n, answer in self.answers().items() if answer is None}), (1, lost, lost), said)
+                self.assertEqual(self.ledgered(), {"applied": 5 - len(lost), "refused": len(lost)})
+                self.assertIn(reason, why[3])
+                self.assertIn(reason, said)
+                for path in ("l.jsonl", "posts.db"):
+                    os.remove(path)
+
+    def test_a_row_that_a_trigger_moved_on_is_decided_as_it_is_now(self):
+        self.answered(["a", "b", "c"], {"type": "string"})
+        self.table(3)
+        self.sql("CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.id = 0 BEGIN UPDATE posts SET text = 'other' WHERE id = 1; DELETE FROM posts WHERE id = 2; END")
+        self.assertEqual(self.applied()[0], 0)
+        self.assertEqual((self.answers(), self.ledgered()), ({0: "a", 1: None}, {"applied": 1, "stale_text": 1, "missing_row": 1}))
+
+    def test_a_locked_database_is_said_to_be_locked(self):
+        self.run_(2)
+        self.table(2)
+        with contextlib.closing(sqlite3.connect("posts.db", isolation_level=None)) as other, mock.patch.object(bh, "LOCK_WAIT", 0.05):
+            for lock in ("IMMEDIATE", "EXCLUSIVE"):
+                other.execute("BEGIN " + lock)
+                code, out, err = self.main(*self.APPLY)
+                other.execute("ROLLBACK")
+                self.assertEqual((code, out), (3, ""))
+                self.assertIn("posts.db: database is locked; what was committed stands", err)
+        self.assertEqual(self.main(*self.APPLY)[0], 0)
 
 
 class Demonstrations(Case):
@@ -4887,6 +5649,34 @@ class Demonstrations(Case):
 # ====================================================================================================================
 
 class CommandLine(Case):
+    def without(self, modules, *argv):
+        """The program in a Python that lacks modules: exit code and standard error."""
+        start = "import runpy, sys; sys.modules.update(dict.fromkeys(%r)); sys.argv[:] = %r; runpy.run_path(%r, run_name='__main__')"
+        run = subprocess.run([sys.executable, "-c", start % (modules, [PROGRAM, *argv], PROGRAM)], capture_output=True)
+        return run.returncode, run.stderr.decode()
+
+    def test_a_python_without_a_module_does_all_that_does_not_need_it(self):
+        self.items_file(2)
+        self.write("a.jsonl.gz", gzip.compress(b'"a"\n'))
+        sqlite3.connect("a.db").close()
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--ledger", "l.jsonl")[0], 0)
+        before = self.bytes("l.jsonl")
+        online = ("--input", "items.jsonl", "--model", "m", "--base-url")
+        table = ("apply", "--ledger", "l.jsonl", "--database", "a.db", "--table", "t", "--batch-column", "b")
+        for modules, needing in (
+                (("ssl", "_ssl"), [(*online, "https://127.0.0.1:9/v1")]), (("encodings.idna",), [(*online, "http://127.0.0.1:9/v1")]),
+                (("zlib",), [("--input", "a.jsonl.gz", "--model", "demo")]), (("fcntl", "msvcrt"), [("--input", "items.jsonl", "--model", "demo")]),
+                (("sqlite3", "_sqlite3"), [("--input", "a.db", "--table", "t", "--model", "demo"), table, ("export", "--input", "items.jsonl", "--ledger", "l.jsonl", "--output", "out.db")])):
+            for argv in needing:
+                with self.subTest(modules=modules, argv=argv):
+                    code, err = self.without(modules, *argv)
+                    self.assertEqual((code, len(err.splitlines())), (2, 1), err)
+                    self.assertIn("batch_harness: this Python has no module %s, and this command needs it; use another Python" % modules[0], err)
+            self.assertEqual((sorted(os.listdir(".")), self.bytes("l.jsonl")), (["a.db", "a.jsonl.gz", "items.jsonl", "l.jsonl"], before))
+            for argv in (("--help",), ("--input", "items.jsonl", "--model", "demo", *(["--dry-run"] if "fcntl" in modules else ["--ledger", modules[0] + "/new.jsonl"]))):
+                self.assertEqual(self.without(modules, *argv), (0, mock.ANY), (modules, argv))
+            shutil.rmtree(modules[0], ignore_errors=True)
+
     def test_the_command_for_the_next_step_works_as_it_is_printed(self):
         self.write("my reviews.csv", "key;body\n1;a\n2;b\n3;\n".replace(";", ","))
         out = self.main("--input", "my reviews.csv", "--text-field", "body", "--id-field", "key", "--skip-bad", "--id-length", "16", "--model", "demo")[1]
@@ -4946,6 +5736,14 @@ class CommandLine(Case):
             self.assertNotIn(b"Traceback", run.stderr + run.stdout, command)
             self.assertNotIn(b"BrokenPipe", run.stderr + run.stdout, command)
 
+    @unittest.skipUnless(os.path.exists("/dev/full"), "needs a full device")
+    def test_a_summary_that_finds_no_space_is_said_and_exit_three(self):
+        self.items_file(2)
+        with open("/dev/full", "wb") as full:
+            run = self.process("--input", "items.jsonl", "--model", "demo", stdout=full)
+        err = run.communicate(timeout=20)[1]
+        self.assertEqual((run.returncode, b"no space is left" in err, len(self.rows("runs/ledger.jsonl"))), (3, True, 2), err)
+
     def test_a_closed_standard_error_ends_up_nowhere(self):
         self.items_file(6)
         self.write("mine.py", "import json, os, re, time\ndef ask(prompt):\n    os.write(2, b'a warning of a library\\n')\n    time.sleep(0.1)\n"
@@ -4967,14 +5765,44 @@ class CommandLine(Case):
             self.assertEqual(run.returncode, code, run.stderr)
             self.assertNotIn(b"Traceback", run.stderr)
 
+    @unittest.skipUnless(os.name == "posix", "sends signals")
+    def test_an_interrupt_while_python_starts_or_ends_is_no_traceback(self):
+        interrupt = "import os, signal, time\n%sos.kill(os.getpid(), signal.SIGINT)\n"
+        self.items_file(1)
+        os.mkdir("copy")
+        shutil.copy(PROGRAM, "copy")
+        self.write("copy/argparse.py", interrupt % "")
+        run = subprocess.run([sys.executable, "copy/batch_harness.py", "--version"], capture_output=True, preexec_fn=usual_signals)
+        self.assertEqual((run.returncode, run.stdout, run.stderr), (130, b"", b"batch_harness: interrupted; nothing was called\n"))
+        self.write("mine.py", "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ndef ask(prompt):\n    return ''\n")
+        run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask")
+        out, err = run.communicate(timeout=20)
+        self.assertEqual((run.returncode, b"Traceback" in err), (1, False), err)
+
+    def test_an_interrupt_of_a_command_is_one_line_and_exit_130(self):
+        with mock.patch.object(bh, "command_report", side_effect=KeyboardInterrupt):
+            self.assertEqual(self.main("report"), (130, "", "batch_harness: interrupted; run the same command again\n"))
+
     def test_what_a_server_says_cannot_steer_the_terminal(self):
         stream = io.StringIO()
         bh.Speaker(stream)("a\x1b]0;x\x07b\x9bc\td\ne")
         self.assertEqual(stream.getvalue(), "a?]0;x?b?c\td\ne\n")
+        for mark in "\u202a\u202e\u2066\u2069":             # these write backwards what follows
+            bh.Speaker(stream)(mark)
+        self.assertTrue(stream.getvalue().endswith("e\n?\n?\n?\n?\n"))
+
+    def test_letters_that_the_locale_cannot_hold_are_refused_in_words(self):
+        self.items_file(1)
+        env = dict(os.environ, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+        words = ["--input", "items.jsonl", "--model", "demo", "--instruction", b"Gut f\xc3\xbcr wen?"]
+        run = subprocess.run([sys.executable, PROGRAM] + words, env=env, capture_output=True)
+        if run.returncode:              # where file names are UTF-8 in any locale it just works
+            self.assertEqual((run.returncode, run.stderr.count(b"\n")), (2, 1))
+            self.assertIn(b"set LC_ALL=C.UTF-8", run.stderr)
 
     def test_numbers_beyond_all_use_are_refused(self):
         self.items_file(1)
-        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--batch-size", "-1"]):
+        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--workers", "1025"], ["--batch-size", "-1"]):
             self.refused("--input", "items.jsonl", "--model", "demo", *words)
         self.refused("--input", "items.jsonl", "--model", "demo:delay=99999999999999999999")
 

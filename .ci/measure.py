@@ -1,4 +1,4 @@
-"""The shape of the two files, by rulers that may only get better: what the last landing had is in HELD, the aim in GOALS.
+"""The shape of the two files, by rulers that may only get better: each with what the last landing had, and the aim.
 
 A token is one of tokenize's, without comments, docstrings and line ends; a code line is a line that holds one.
 """
@@ -11,7 +11,7 @@ import tokenize
 NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
-# ruler -> (what the last landing had, the aim)
+# ruler -> (held: what the last landing had, the aim)
 RULERS = {
     "tokens": (60_600, 48_000),
     "tokens a code line": (13.0, 10.5),
