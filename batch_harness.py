@@ -3724,16 +3724,16 @@ def timestamp() -> str:
 # ====================================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
-MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB and up
+MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB
 POLL, MAX_POLL = 2.0, 300.0             # seconds between looks at a job, at first and at most
-GRACE = 60.0                            # seconds between two looks for a job that may have been made
-NO_ENGINE = frozenset({405, 501})       # HTTP statuses that say that there is nothing to make jobs with
-NOT_MADE = NO_ENGINE | {400, 401, 402, 403, 404, 413, 422, 429}     # and that no job was made
+GRACE = 60.0                            # seconds between two looks for a job that may be there
+NO_ENGINE = frozenset({405, 501})       # HTTP statuses: there is nothing to make jobs with;
+NOT_MADE = NO_ENGINE | {400, 401, 402, 403, 404, 413, 422, 429}     # and: no job was made
 ABSENT = frozenset({404, 410})
 SKEW = 86400.0                          # seconds that the clocks here and there may differ
-TRIES = 3                               # of a step that fails, and of rounds that bring no reply
-GONE = 6                                # looks in a row that do not find a job, before that is said
-MAX_TROUBLES = 36                       # failures in a row, over more than two hours, before a run ends
+TRIES = 3                               # of what fails, and of rounds that bring no reply
+GONE = 6                                # looks in a row that do not find a job
+MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
 Came = Union[Reply, CallFailed]         # for a request
@@ -3742,9 +3742,6 @@ Given = TypeVar("Given")
 
 class NotYet(CallFailed):
     """What is waited for goes on at the provider: nothing has failed."""
-
-    def __init__(self, detail: str) -> None:
-        super().__init__("retry", detail)
 
 
 class JobStatus(NamedTuple):
@@ -3776,20 +3773,20 @@ def status_of(document: Mapping[str, Any]) -> JobStatus:
     Results are asked for whatever the status says, and at our own base URL, whatever URL is named.
     """
     status = str(document.get("processing_status") or document.get("status")).lower()
-    name = str(document.get("id"))
-    places = ["/files/%s/content" % in_path(document[member]) for member in ("output_file_id", "error_file_id")
-              if document.get(member)]
+    name = str(document["id"])
+    files = filter(None, map(document.get, ("output_file_id", "error_file_id")))
+    places = ["/files/%s/content" % in_path(file) for file in files]
     if "processing_status" in document:
         places = ["/v1/messages/batches/%s/results" % in_path(name)]
     counters = an_object(document.get("request_counts"))
-    faults = an_object(document.get("errors")).get("data")
-    words = ["line %s: %s: %s" % (fault.get("line"), fault.get("code"), fault.get("message"))
-             for fault in map(an_object, faults if isinstance(faults, list) else ())]
+    faults = an_object(document.get("errors")).get("data") or ()
+    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
+             for fault in faults]
     return JobStatus(
         name=name,
         status=status,
         ended=status in ("completed", "failed", "expired", "cancelled", "ended"),
-        counts={counter: count for counter, count in counters.items() if type(count) is int},
+        counts={word: count for word, count in counters.items() if type(count) is int},
         places=places,
         made=seconds_of(document.get("created_at")),
         key=str(an_object(document.get("metadata")).get("batch_harness")),
@@ -3834,35 +3831,40 @@ def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
 def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
     """A line of results of Anthropic's form."""
     result = an_object(line.get("result"))
-    kind = str(result.get("type"))
+    kind = result.get("type")
     error = an_object(result.get("error"))
     if kind == "succeeded":
         return 200, result.get("message"), None
     if kind != "errored":
         return 0, {"error": "the request was %s" % kind}, None
-    refused = an_object(error.get("error")).get("type") == "invalid_request_error"
-    return 400 * refused, error, error.get("request_id")
+    status = 0
+    if an_object(error.get("error")).get("type") == "invalid_request_error":
+        status = 400
+    return status, error, error.get("request_id")
 
 
 class Engine(NamedTuple):
     """One form of batch engine."""
 
-    path: str                                                   # of its jobs
-    cursor: str                                                 # how the next page of their list is asked for
-    line: Mapping[str, Any]                                     # what every request has beside its custom id ...
-    body: str                                                   # ... and this: the member that holds the call's body
-    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]     # a line -> (HTTP status or 0, body, request id)
-    files: bool                                                 # requests go up as a file; else inside the creation
+    path: str                   # of its jobs
+    cursor: str                 # how the next page of their list is asked for
+    line: Mapping[str, Any]     # what every request has beside its custom id ...
+    body: str                   # ... and this: the member that holds the call's body
+    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]
+    #                           a line of results -> (HTTP status or 0, body, request id)
+    files: bool                 # requests go up as a file; else inside the creation
 
 
 ENGINES: Dict[str, Engine] = {
-    "chat": Engine("/batches", "after", {"method": "POST", "url": CHAT_URL}, "body", file_result, True),
-    "messages": Engine("/v1/messages/batches", "after_id", {}, "params", message_result, False),
+    "chat": Engine(
+        "/batches", "after", {"method": "POST", "url": CHAT_URL}, "body", file_result, True),
+    "messages": Engine(
+        "/v1/messages/batches", "after_id", {}, "params", message_result, False),
 }
 
 
 class Post:
-    """The way to a batch engine and back: requests, jobs, results.  Every word that comes is masked."""
+    """The way to a batch engine and back: requests, jobs, results.  Every word is masked."""
 
     def __init__(self, client: Client, endpoint: Endpoint, engine: Engine) -> None:
         self.engine, self._client, self._endpoint = engine, client, endpoint
@@ -3876,7 +3878,8 @@ class Post:
     def holds(self, path: str, requests: Mapping[str, Any]) -> bool:
         """Whether a file still holds these requests, by the digests of their prompts."""
         found: Dict[str, str] = {}
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError), open(path, "rb") as file:
+        faults = OSError, ValueError, LookupError, TypeError
+        with contextlib.suppress(*faults), open(path, "rb") as file:
             for line in map(json.loads, file):
                 prompt = line[self.engine.body]["messages"][0]["content"]
                 found[line["custom_id"]] = prompt_digest(prompt)
@@ -3885,9 +3888,10 @@ class Post:
     def came(self, line: Mapping[str, Any]) -> Came:
         """What one line of results is: a reply, or why there is none."""
         status, body, request = self.engine.result(line)
-        headers = {"x-request-id": str(request)} if request else {}
+        data = json.dumps(body).encode("ascii")
+        response = Response(status or 500, {"x-request-id": request and str(request)}, data, True)
         try:
-            return self._endpoint.reply(Response(status or 500, headers, json.dumps(body).encode("ascii"), True))
+            return self._endpoint.reply(response)
         except CallFailed as failure:
             if not status:
                 failure.status = None
@@ -3898,78 +3902,72 @@ class Post:
         """Put a file of requests up; its id there."""
         import random
         mark = "batch-harness-%032x" % random.SystemRandom().getrandbits(128)
-        field = '--%s\r\nContent-Disposition: form-data; name="%s"%s\r\n\r\n'
         name = '; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl' % key
-        head = field % (mark, "purpose", "") + "batch\r\n" + field % (mark, "file", name)
-        tail = "\r\n--%s--\r\n" % mark
+        head = tail = "--%s" % mark
+        for what, value in (('"purpose"', "batch\r\n--%s" % mark), ('"file"' + name, "")):
+            head += "\r\nContent-Disposition: form-data; name=%s\r\n\r\n%s" % (what, value)
+        tail = "\r\n%s--\r\n" % tail
         size = os.path.getsize(path)
         parts = itertools.chain([head.encode("ascii")], parts_of(path, size), [tail.encode("ascii")])
-        document = self._ask("POST", "/files", "Content-Type: multipart/form-data; boundary=" + mark,
-                             len(head) + size + len(tail), parts)
-        if not isinstance(document.get("id"), str):
-            raise CallFailed("retry", "the upload brought no file id")
+        kind = "Content-Type: multipart/form-data; boundary=" + mark
+        document = self._ask("POST", "/files", kind, len(head) + size + len(tail), parts)
         return str(document["id"])
 
     def create(self, key: str, run: str, file: str, path: str) -> JobStatus:
         """Make a job of an uploaded file, or of the requests in a file here."""
-        data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL, "completion_window": "24h",
-                           "metadata": {"batch_harness": key, "run": run}}).encode("ascii")
+        metadata = {"batch_harness": key, "run": run}
+        data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL,
+                           "completion_window": "24h", "metadata": metadata}).encode("ascii")
         size, parts = len(data), iter([data])
         if not self.engine.files:
             length = os.path.getsize(path) - 1          # but for the last line's end
             lines = (part.replace(b"\n", b",") for part in parts_of(path, length))
             size, parts = length + 16, itertools.chain([b'{"requests": ['], lines, [b"]}"])
-        document = self._ask("POST", self.engine.path, JSON_BODY + "\r\nIdempotency-Key: " + key, size, parts)
-        if not isinstance(document.get("id"), str):
-            raise CallFailed("retry", "the creation brought no job id")
-        return status_of(document)
+        kind = JSON_BODY + "\r\nIdempotency-Key: " + key
+        return status_of(self._ask("POST", self.engine.path, kind, size, parts))
 
-    def cancel(self, name: str) -> JobStatus:
-        """Call a job off."""
-        return status_of(self._ask("POST", "%s/%s/cancel" % (self.engine.path, in_path(name))))
-
-    def status(self, name: str) -> JobStatus:
-        """How a job stands."""
-        document = self._ask("GET", "%s/%s" % (self.engine.path, in_path(name)))
-        if document.get("id") != name:
-            raise CallFailed("retry", "what came is not the job: " + self._client.mask(shown(document, 200)))
-        return status_of(document)
+    def status(self, name: str, method: str = "GET", step: str = "") -> JobStatus:
+        """How a job stands; with POST and "/cancel", once it was called off."""
+        path = "%s/%s%s" % (self.engine.path, in_path(name), step)
+        status = status_of(self._ask(method, path))
+        if status.name != name:
+            raise CallFailed("retry", "what came is another job, " + status.name)
+        return status
 
     def listed(self) -> Iterator[Optional[JobStatus]]:
-        """All jobs there, in whatever order; then None where the list has more and no way to it.
-
-        CallFailed where what comes is no list of them.
-        """
+        """All jobs there, in whatever order; then None where the list has more and no way to it."""
         seen: Set[str] = set()
         cursor = ""
         while True:
-            page = self._ask("GET", "%s?limit=100%s" % (self.engine.path, cursor))
-            entries = page.get("data")
-            if not isinstance(entries, list) or (page.get("has_more") and not entries):
-                raise CallFailed("retry", "what came is no list of jobs: " + shown(page, 200))
-            jobs = [status_of(an_object(entry)) for entry in entries]
+            page = self._ask("GET", "%s?limit=100%s" % (self.engine.path, cursor), wants="data")
+            jobs = [status_of({"id": "", **an_object(entry)}) for entry in page["data"]]
             names = {job.name for job in jobs}
-            if names and names <= seen:                         # this page is the last one again
+            if names and names <= seen:                 # this page is the last one again
                 yield None
                 return
             yield from jobs
-            if not page.get("has_more", bool(entries)):         # who does not say is asked for more
+            if not page.get("has_more", bool(jobs)):    # who does not say is asked for more
                 return
+            if not jobs:
+                raise CallFailed("retry", "a page of the provider's list is empty")
             seen |= names
             cursor = "&%s=%s" % (self.engine.cursor, in_path(jobs[-1].name))
 
     def bears(self, job: JobStatus, key: str) -> Optional[bool]:
         """Whether a job's results carry a key; None where there are none to be seen."""
-        line = b""
         try:
-            line = next(lines_of(self._flow("GET", job.places[0])), b"") if job.ended else b""
-        except CallFailed as failure:                           # its results are gone, or not ours to see
-            if failure.kind == "retry":
+            line = next(lines_of(self._flow("GET", job.places[0])))
+        except (StopIteration, CallFailed) as failure:
+            if getattr(failure, "kind", "") == "retry":         # else they are gone, or not ours
                 raise
-        return str(an_object(decoded(line)).get("custom_id")).startswith(key + "-") if line else None
+            return None
+        return str(an_object(decoded(line)).get("custom_id")).startswith(key + "-")
 
     def results(self, job: JobStatus, partly: bool, file: IO[bytes]) -> None:
-        """Write all lines that a job brought; `partly`: what can be had of them.  CallFailed: they are not whole."""
+        """Write all lines that a job brought; `partly`: what can be had of them.
+
+        CallFailed: they are not whole.
+        """
         count = 0
         for place in job.places:
             line = b"{}"
@@ -3984,30 +3982,34 @@ class Post:
                 raise CallFailed("retry", "the last line of its results is cut")
         if not partly and count < job.total("total", "processing"):
             raise CallFailed("retry", "its results are fewer than it counts")
-        if not count and (job.counts.get("completed") or job.counts.get("succeeded")) and not job.errors:
-            raise CallFailed("stop", "none of its results can be had, and it counts some; if they are gone for good, "
-                             "say --abandon " + job.name)
+        counted = job.counts.get("completed") or job.counts.get("succeeded")
+        if counted and not count and not job.errors:
+            raise CallFailed("stop", "none of its results can be had, and it counts %d; if they are "
+                             "gone for good, say --abandon %s" % (counted, job.name))
 
-    def _ask(self, method: str, path: str, lines: str = JSON_BODY, size: int = 0,
-             parts: Iterable[bytes] = ()) -> Mapping[str, Any]:
-        """The JSON object that a request gives."""
-        document = decoded(self._masked(b"".join(self._flow(method, path, lines, size, parts))))
-        if isinstance(document, dict):
+    def _ask(self, method: str, path: str, kind: str = JSON_BODY, size: int = 0,
+             parts: Iterable[bytes] = (), wants: str = "id") -> Mapping[str, Any]:
+        """The JSON object that a request gives; it holds what is wanted of it."""
+        came = self._masked(b"".join(self._flow(method, path, kind, size, parts)))
+        document = an_object(decoded(came))
+        if isinstance(document.get(wants), {"id": str, "data": list}[wants]):
             return document
-        raise CallFailed("retry", "a reply with no JSON from %s; is --base-url right?" % self._client.host, billed=True)
+        raise CallFailed("retry", "a reply from %s without %s; is --base-url right? %s" % (
+            self._client.host, wants, self._client.mask(came.decode("utf-8", "replace"))))
 
-    def _flow(self, method: str, path: str, lines: str = JSON_BODY, size: int = 0,
+    def _flow(self, method: str, path: str, kind: str = JSON_BODY, size: int = 0,
               parts: Iterable[bytes] = ()) -> Iterator[bytes]:
         """The body of a response, part by part.  CallFailed where it holds an error."""
-        flow = self._client.stream(self._client.head(method, path, lines), size, parts)
-        response: Response = next(flow)
+        client = self._client
+        flow = client.stream(client.head(method, path, kind), size, parts)
+        response = next(flow)
         if 200 <= response.status < 300:
             yield from flow
             return
         body = b"".join(flow)
         error = error_in(decoded(body), body.decode("utf-8", "surrogateescape"))
-        raise classify(response.status, error._replace(words=self._client.mask(error.words)),
-                       retry_after({**error.waits, **response.headers}, time.time()), ())
+        wait = retry_after({**error.waits, **response.headers}, time.time())
+        raise classify(response.status, error._replace(words=client.mask(error.words)), wait, ())
 
     def _masked(self, data: bytes) -> bytes:
         text = without_bom(data).decode("utf-8", "surrogateescape")
@@ -4022,7 +4024,7 @@ def parts_of(path: str, size: int) -> Iterator[bytes]:
 
 
 def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines in the parts of a file, without line feeds.  One beyond all measure is given in pieces."""
+    """The lines in the parts of a file, without line feeds.  One beyond all measure comes in pieces."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -4043,27 +4045,33 @@ def decoded(data: bytes) -> Any:
 
 def without_bom(data: bytes) -> bytes:
     """The bytes without a byte order mark."""
-    return data[3 * data.startswith(b"\xef\xbb\xbf"):]
+    if data.startswith(b"\xef\xbb\xbf"):
+        return data[3:]
+    return data
 
 
 # ---- job rows ----
 
-REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
-    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
-    "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
+REQUEST: Dict[str, Any] = {             # members of a request that a job's intent holds
+    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int,
+    "fallback": bool, "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 
 
 def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
     """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
-    return {"batch": list(ask.ids), "text_sha": [item.digest[:32] for item in ask.items],
-            "sources": [item.source for item in ask.items], "prompt_sha": prompt_digest(prompt),
-            **dict(zip(Ask._fields[1:], ask[1:]))}
+    return {
+        "batch": list(ask.ids),
+        "text_sha": [item.digest[:32] for item in ask.items],
+        "sources": [item.source for item in ask.items],
+        "prompt_sha": prompt_digest(prompt),
+        **dict(zip(Ask._fields[1:], ask[1:]))}
 
 
 def ask_of(request: Mapping[str, Any]) -> Ask:
-    """The ask that request_of was given, but for the texts of its items: a reply is judged without them."""
-    items = [Item._make(("", *members)) for members in zip(request["batch"], request["text_sha"], request["sources"])]
-    return Ask(tuple(items), *(request[name] for name in Ask._fields[1:]))
+    """The ask that request_of was given, without texts: a reply is judged without them."""
+    members = zip(request["batch"], request["text_sha"], request["sources"])
+    items = tuple(Item._make(("", *member)) for member in members)
+    return Ask(items, *map(request.__getitem__, Ask._fields[1:]))
 
 
 def _is_request(value: Any) -> bool:
@@ -4092,13 +4100,13 @@ def _is_job(row: Mapping[str, Any]) -> bool:
 class OpenJob(NamedTuple):
     """A job whose results are not collected: what was to be made, and what is known of it since."""
 
-    intent: Mapping[str, Any]                   # the row from before it was made, without its requests
-    packed: bytes                               # its requests by custom id: a million are not held as objects
-    size: int                                   # how many requests
+    intent: Mapping[str, Any]           # the row from before it was made, without its requests
+    packed: bytes                       # these, by custom id: a million are not held as objects
+    size: int                           # how many requests
     items: int
-    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created, collected
-    seen: Set[int]                              # numbers of requests whose reply is on the ledger
-    failed: Set[int]                            # and of which it says that no reply came
+    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created, ...
+    seen: Set[int]                      # numbers of requests whose reply is on the ledger
+    failed: Set[int]                    # and of which it says that no reply came
 
     @property
     def key(self) -> str:
@@ -4111,13 +4119,21 @@ class OpenJob(NamedTuple):
         return str(self.steps.get("created", {}).get("job", ""))
 
     @property
+    def file(self) -> str:
+        """The file of its requests at the provider; "" where there is none."""
+        return str(self.steps.get("uploaded", {}).get("file", ""))
+
+    @property
     def called(self) -> str:
         """What a person calls it: the file of its requests, its name, or its key."""
         return str(self.intent.get("file") or self.name or self.key)
 
     def requests(self) -> Dict[str, Dict[str, Any]]:
         """Its requests by custom id."""
-        return json.loads(zlib.decompress(self.packed) if zlib else self.packed)  # type: ignore[no-any-return]
+        packed = self.packed
+        if zlib:
+            packed = zlib.decompress(packed)
+        return json.loads(packed)  # type: ignore[no-any-return]
 
 
 def open_job(row: Mapping[str, Any]) -> OpenJob:
@@ -4133,14 +4149,14 @@ def open_job(row: Mapping[str, Any]) -> OpenJob:
 class JobState:
     """What is known of jobs: a second fold over the rows of a ledger.
 
-    Of one task, those that are not collected; without a task, the jobs of all tasks, collected or not.
+    Of one task, those that are not collected; without a task, all jobs, collected or not.
     """
 
     def __init__(self, task: str = "") -> None:
         self._task = task                               # its fingerprint
         self.jobs: Dict[str, OpenJob] = {}              # by key
-        self.names: Set[str] = set()                    # all jobs that are known, collected or not
-        self.lost: Set[str] = set()                     # keys of open jobs whose intent is damaged or gone
+        self.names: Set[str] = set()                    # of all jobs, collected or not
+        self.lost: Set[str] = set()                     # keys whose intent is damaged or gone
         self.runs: Dict[str, Mapping[str, Any]] = {}    # their rows
 
     def apply(self, row: Mapping[str, Any]) -> None:
@@ -4148,21 +4164,19 @@ class JobState:
         if row["event"] == "run":
             self.runs[row["run"]] = row
         elif row["event"] == "job":
-            self._step(row)
+            self.names.add(row.get("job", ""))
+            if self._task in ("", row["task"]):
+                self._step(row, row["key"], row["step"])
         elif "custom_id" in row:
             key, _, number = row["custom_id"].rpartition("-")
             if key in self.jobs and number.isdecimal():
                 job = self.jobs[key]
-                numbers = job.seen if row["event"] == "attempt" else job.failed
+                numbers = {"attempt": job.seen}.get(row["event"], job.failed)
                 numbers.add(int(number))
 
-    def _step(self, row: Mapping[str, Any]) -> None:
-        """A step of a job: intent; then uploaded, created or disowned; collected or abandoned in the end."""
-        key, step = row["key"], row["step"]
+    def _step(self, row: Mapping[str, Any], key: str, step: str) -> None:
+        """A step of a job: intent; uploaded, created or disowned; collected or abandoned."""
         ends = step in ("collected", "abandoned")
-        self.names.add(row.get("job", ""))
-        if self._task not in ("", row["task"]):
-            return
         if step == "intent":
             self.jobs[key] = open_job(row)
         elif key in self.jobs:
@@ -4181,7 +4195,7 @@ class JobState:
 
 ORDINAL = re.compile(r"[1-9][0-9]{0,8}\Z")
 RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
-MISSING, DIFFERENT = -1, -2                             # in place of where the line for a request stands
+MISSING, DIFFERENT = -1, -2             # in place of where the line for a request stands
 
 
 class Results:
@@ -4191,9 +4205,10 @@ class Results:
         import array
         self._file, self._say, self._next = open(path, "rb"), say, 0
         self.close = self._file.close
-        self._places: Dict[str, Any] = {job.key: array.array("q", [MISSING]) * (job.size + 1) for job in jobs}
-        self.found: Set[str] = set()                            # keys of jobs for which there is a line
-        self.repeated: Counter[str] = collections.Counter()     # key -> lines for a request that had one
+        self._places: Dict[str, Any] = {
+            job.key: array.array("q", [MISSING]) * (job.size + 1) for job in jobs}
+        self.repeated: Counter[str] = collections.Counter()     # lines for a request that had one
+        self.found: Set[str] = set()                            # keys of jobs that have lines
         self.unknown = 0                                        # lines that nobody asked for
 
     def line(self, place: int) -> bytes:
@@ -4202,12 +4217,12 @@ class Results:
         return self._file.readline(MAX_REPLY)
 
     def join(self, name: str, stop: float = math.inf) -> Tuple[Counter[str], bytes]:
-        """Take in the lines up to a byte: how many were joined, unknown or repeated, and the first one."""
+        """Take in the lines up to a byte: how many became what, and the first of them."""
         tally: Counter[str] = collections.Counter()
         first = line = self.line(self._next)
-        for number in itertools.count(1):
-            if not line or self._next >= stop:
-                break
+        number = 0
+        while line and self._next < stop:
+            number += 1
             if line.strip():
                 what, words = self._joined(line)
                 note(self._say, tally, name, what, "line %d, %s" % (number, words))
@@ -4221,21 +4236,21 @@ class Results:
         document = decoded(line)
         if not isinstance(document, dict):
             return "unknown", "which is no JSON object"
-        name = str(document.get("custom_id"))
-        key, _, word = name.rpartition("-")
-        number = int(word) if ORDINAL.match(word) else sys.maxsize
+        name = document.get("custom_id")
+        key, _, number = str(name).rpartition("-")
         places = self._places.get(key, ())
-        if number >= len(places) or not document.keys() & RESULT:
-            return "unknown", "custom id " + shown(document.get("custom_id"))
-        place = places[number]
+        known = ORDINAL.match(number) and int(number) < len(places)
+        if not known or not document.keys() & RESULT:
+            return "unknown", "custom id " + shown(name)
+        place = places[int(number)]
         if place == MISSING:
-            places[number] = self._next
+            places[int(number)] = self._next
             self.found.add(key)
-            return "joined", name
+            return "joined", ""
         if place == DIFFERENT or self.line(place).rstrip() != line.rstrip():
-            places[number] = DIFFERENT
+            places[int(number)] = DIFFERENT
         self.repeated[key] += 1
-        return "repeated", name
+        return "repeated", str(name)
 
     def came(self, post: Post, key: str, number: int) -> Optional[Came]:
         """What came for a request; None where no line did."""
@@ -4258,32 +4273,30 @@ class Intake:
     """Takes in what came of one job: every reply becomes a row, and what is wrong is named."""
 
     def __init__(self, jobs: Jobs, job: OpenJob, results: Results, name: str) -> None:
-        self._jobs, self._runner, self._job, self._results, self._name = jobs, jobs.runner, job, results, name
+        self._jobs, self._job, self._results, self._name = jobs, job, results, name
         self._requests = list(job.requests().items())
-        self._owner = {item: custom_id for custom_id, request in self._requests for item in request["batch"]}
+        self._owner = {
+            item: name for name, request in self._requests for item in request["batch"]}
         self._verdicts: Counter[str] = collections.Counter()        # items
-        self._tally: Counter[str] = collections.Counter()           # requests with which something is the matter
-        self._rows = 0                                              # that were written
+        self._tally: Counter[str] = collections.Counter()           # requests that are named
+        self._rows = 0
 
     def take(self, **members: Any) -> bool:
         """Record every outcome, and what is missing; whether the job is thereby collected."""
-        runner, later = self._runner, []  # type: Runner, List[int]
-        shown_before = set(runner.examples)
-        proven = runner.proven() and all(request["attempt"] > 1 or request["fallback"] for _, request in self._requests)
-        for number in range(1, len(self._requests) + 1):
-            if not self._taken(number):
-                later.append(number)
-            if runner.code:
-                return False
-        # What fails fails by its own fault where another reply of the job is accepted, or some were before and these
-        # are only second attempts and singles, which may all fail.
+        runner = self._jobs.runner
+        examples = set(runner.examples)
+        again = all(request["attempt"] > 1 or request["fallback"] for _, request in self._requests)
+        proven = again and runner.proven()
+        later = [number for number in range(1, self._job.size + 1) if not self._taken(number)]
+        # What fails does so by its own fault where another reply of the job is accepted, or some
+        # were before and these are only second attempts and singles, which may all fail.
         sure = proven or self._verdicts["ok"] > 0
         for number in later:
             self._taken(number, True, sure)
-            if runner.code:
-                return False
+        if runner.code:
+            return False
         self._end(members)
-        for code in runner.examples.keys() - shown_before:
+        for code in runner.examples.keys() - examples:
             self._jobs.say("not accepted: " + reply_words(runner.examples[code], 120))
         if runner.in_vain():
             runner.stop(runner.in_vain_words(), STOPPED)
@@ -4292,34 +4305,37 @@ class Intake:
         return True
 
     def _taken(self, number: int, failed: bool = False, sure: bool = False) -> bool:
-        """Record what came for a request; False where it came to nothing, and only what is `failed` is to be taken."""
-        runner, job = self._runner, self._job
+        """Record what came for a request; False for a reply that is not accepted, unless `failed`."""
+        runner, job = self._jobs.runner, self._job
         custom_id, request = self._requests[number - 1]
-        came = self._results.came(self._jobs.post, job.key, number)
         status = runner.arms[0].state.status
-        if number in job.seen or any(status.get(key_of(sha), 0) & ANSWERED for sha in request["text_sha"]):
-            return True                         # of a collection that was cut short, or answered meanwhile
-        ask, names = ask_of(request), {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
+        answered = any(status.get(key_of(sha), 0) & ANSWERED for sha in request["text_sha"])
+        if answered or number in job.seen or runner.code:
+            return True                 # of a collection that was cut short, or answered meanwhile
+        came, ask = self._results.came(self._jobs.post, job.key, number), ask_of(request)
         certain = isinstance(came, CallFailed) and came.certain
+        context = {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
         if isinstance(came, CallFailed) and came.kind == "rejected":
             came = Reply(None, REJECTED, came.detail)
         if not isinstance(came, Reply):
-            self._missed(number, ask, came, names)
+            self._missed(number, ask, came, context)
             return True
-        params = job.intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None
-        row = judged(ask, came, runner.task, bool(job.intent.get("strict")), {
-            "at": timestamp(), "ms": None, "params": params, "prompt_sha": request["prompt_sha"], **names})
+        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"])
+        if ask.attempt > 1 or ask.fallback:
+            context["params"] = job.intent.get("retry_params")
+        row = judged(ask, came, runner.task, bool(job.intent.get("strict")), context)
         if row["verdict"] != "ok" and not failed:
             return False
         runner.record(row, row_parts(row), certain, sure)
         runner.tally.update(calls=1, replies=1)
         self._rows += 1
         self._verdicts[row["verdict"]] += len(ask.items)
-        if any(self._owner.get(item, custom_id) != custom_id for item in row.get("extra", ())):
+        if {self._owner.get(item, custom_id) for item in row.get("extra", ())} - {custom_id}:
             self._note("crossed", number)
         return True
 
-    def _missed(self, number: int, ask: Ask, failure: Optional[CallFailed], names: Mapping[str, Any]) -> None:
+    def _missed(self, number: int, ask: Ask, failure: Optional[CallFailed],
+                context: Mapping[str, Any]) -> None:
         """Record that no reply came for a request, unless the ledger says so."""
         self._verdicts["no reply"] += len(ask.items)
         if failure is None:
@@ -4328,39 +4344,39 @@ class Intake:
         else:
             self._note("errored", number, ": " + failure.detail)
         if number not in self._job.failed:
-            self._runner.append_failure(ask, failure, **names)
+            self._jobs.runner.append_failure(ask, failure, **context)
             self._rows += 1
 
     def _note(self, what: str, number: int, words: str = "") -> None:
         custom_id, request = self._requests[number - 1]
-        note(self._jobs.say, self._tally, "job " + self._name, what, "%s (%s)%s" % (
-            custom_id, ", ".join(request["batch"]), words))
+        words = "%s (%s)%s" % (custom_id, ", ".join(request["batch"]), words)
+        note(self._jobs.say, self._tally, "job " + self._name, what, words)
 
     def _end(self, members: Mapping[str, Any]) -> None:
         """The job is collected: say and write what it came to."""
-        job, lost, say = self._job, self._verdicts["no reply"], self._jobs.say
-        self._runner.tally["unanswered"] += lost
+        jobs, job, name, lost = self._jobs, self._job, self._name, self._verdicts["no reply"]
+        jobs.runner.tally["unanswered"] += lost
         if not self._rows and "collected" in job.steps:
-            say("job %s: nothing new, its results were collected before" % self._name)
+            jobs.say("job %s: nothing new, its results were collected before" % name)
             return
-        tally = {what: self._tally[what] for what in ("crossed", "missing", "errored")}
-        self._jobs.step("collected", job, job=self._name, items=job.items, unknown=self._results.unknown,
-                        repeated=self._results.repeated[job.key], **tally, **members)
-        say("job %s: %d items submitted, %d came back; by verdict: %s" % (
-            self._name, job.items, job.items - lost, counts(self._verdicts)))
+        jobs.step("collected", job, job=name, items=job.items, unknown=self._results.unknown,
+                  repeated=self._results.repeated[job.key], crossed=self._tally["crossed"],
+                  missing=self._tally["missing"], errored=self._tally["errored"], **members)
+        jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
+            name, job.items, job.items - lost, counts(self._verdicts)))
 
 
 class Jobs:
-    """Drives plans by jobs: a round is all that is to be asked now, and it is collected before the next begins."""
+    """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
-    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
-                 say: Speaker) -> None:
+    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+                 ledger: Ledger, say: Speaker) -> None:
         assert runner.model.jobs is not None
         self.runner, self.say, self.post = runner, say, runner.model.jobs
         self._header, self._state, self._ledger = header, state, ledger
         self._round = self._ordinal = self._fruitless = 0
-        self._again = False                     # calls were made for what was asked, by this command or before
-        self._only: Set[int] = set()            # under --limit, the texts asked about
+        self._again = False             # what is asked was asked, by this command or before
+        self._only: Set[int] = set()    # under --limit, the texts asked about
         runner.ledger = ledger
         runner.deadline = time.monotonic() + (runner.options.deadline or math.inf)
 
@@ -4370,7 +4386,7 @@ class Jobs:
         """Go on until nothing is to be asked by jobs, or only waited for."""
         before = self.runner.catch_signals()
         try:
-            with self.runner.lock:              # there are no other threads; what is called expects it to be held
+            with self.runner.lock:      # there are no other threads; what is called expects it held
                 self.decided_by_hand()
                 while self._collected() and self._submitted():
                     pass
@@ -4406,25 +4422,27 @@ class Jobs:
         return made and not self.runner.code
 
     def decided_by_hand(self) -> None:
-        """What a person says of jobs that the program cannot decide about: --adopt and --abandon."""
-        options, jobs = self.runner.options, self._state.jobs
+        """What a person says of jobs that the program cannot decide about."""
+        options, jobs, path = self.runner.options, self._state.jobs, self._ledger.path
         if options.adopt:
             undecided = [job for job in jobs.values() if not job.name]
             if len(undecided) != 1:
                 raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
-                    options.adopt, len(undecided), self._ledger.path))
+                    options.adopt, len(undecided), path))
             self._adopt(undecided[0], options.adopt)
         if options.abandon:
-            named = [job for job in jobs.values() if options.abandon in (job.key, job.name, job.called)]
-            if not named:
-                raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
-                    options.abandon, self._ledger.path, ", ".join({job.called for job in jobs.values()}) or "none"))
+            named = [job for job in jobs.values()
+                     if options.abandon in (job.key, job.name, job.called)]
             for job in named:
                 self._abandon(job)
-        # Who asks for a part, or again for what is in quarantine, gets that once, and not anew in each round.
+            if not named:
+                raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
+                    options.abandon, path, ", ".join({job.called for job in jobs.values()}) or "none"))
+        # Who asks for a part, or again for what is in quarantine, gets that once, not each round.
         self._again = bool(jobs)
-        for job in jobs.values() if options.limit else ():
-            self._only.update(key_of(sha) for request in job.requests().values() for sha in request["text_sha"])
+        if options.limit:
+            self._only.update(key_of(sha) for job in jobs.values()
+                              for request in job.requests().values() for sha in request["text_sha"])
 
     def _adopt(self, job: OpenJob, name: str) -> None:
         """Take a person's word for it that a job is ours, where nothing speaks against it."""
@@ -4432,22 +4450,25 @@ class Jobs:
             status = self._call(lambda: self.post.status(name))
         except CallFailed as failure:
             raise HarnessError("--adopt %s: %s; check the name" % (name, failure.detail))
-        other = self.post.engine.files and not self._is(job, status)
-        if other or name in self._state.names or status.total("completed", "failed") not in (0, job.size):
-            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (name, status.words()))
+        foreign = self.post.engine.files and not self._is(job, status)
+        fits = status.total("completed", "failed") in (0, job.size)
+        if foreign or not fits or name in self._state.names:
+            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (
+                name, status.words()))
         self.step("created", job, job=name, by_hand=True)
 
     @staticmethod
     def _is(job: OpenJob, status: JobStatus) -> bool:
         """Whether a job there is ours, by the key or the file that it names."""
-        return status.key == job.key or status.file == job.steps.get("uploaded", {}).get("file", "")
+        return status.key == job.key or status.file == job.file
 
     def _abandon(self, job: OpenJob) -> None:
         """Give a job up for good, and call it off at its provider."""
         words = "its requests may go on where they were sent"
         if job.name and self.runner.options.batch_api:
+            cancel = functools.partial(self.post.status, job.name, "POST", "/cancel")
             try:
-                words = "the provider was told to cancel it: " + self._call(lambda: self.post.cancel(job.name)).words()
+                words = "the provider was told to cancel it: " + self._call(cancel).words()
             except CallFailed as failure:
                 words = "it could not be cancelled, and may go on and cost: " + failure.detail
         self.say("job %s is abandoned; %s" % (job.called, words))
@@ -4483,8 +4504,8 @@ class Jobs:
                 yield ask
 
     def intents(self, asks: Iterator[Ask], engine: str, **members: Any) -> Iterator[OpenJob]:
-        """Asks as jobs, each of as many as one can take, put on the ledger before they are made."""
-        runner, retry_params = self.runner, self.runner.retry_params
+        """Asks as jobs, each of as many as one can take, on the ledger before they are made."""
+        runner = self.runner
         for ask in asks:
             if runner.code:
                 return
@@ -4492,69 +4513,82 @@ class Jobs:
             marks = "%s\n%d\n%d" % (runner.run_id, self._round, self._ordinal)
             key = hashlib.sha256(marks.encode("ascii")).hexdigest()[:24]
             requests: Dict[str, Dict[str, Any]] = {}
-            write = functools.partial(self._write, itertools.chain([ask], asks), key, requests)
-            write_whole(self.evidence(key, "requests"), write, "--ledger")
-            write_whole(self.evidence(key, "manifest"), functools.partial(self._write_manifest, requests), "--ledger")
+            lines = self._lines(itertools.chain([ask], asks), key, requests)
+            self._write(self.evidence(key, "requests"), lines)
+            self._write(self.evidence(key, "manifest"), self._manifest(requests))
             runner.begin(self._header)
-            self.step("intent", None, key=key, engine=engine, round=self._round, ordinal=self._ordinal,
-                      requests=requests, strict=runner.options.order == "strict" or None, retry_params=retry_params,
-                      **members)
+            self.step("intent", None, key=key, engine=engine, round=self._round,
+                      ordinal=self._ordinal, requests=requests,
+                      strict=runner.options.order == "strict" or None,
+                      retry_params=runner.retry_params, **members)
             if key in self._state.jobs:
                 yield self._state.jobs[key]
 
-    def _write(self, asks: Iterator[Ask], key: str, requests: Dict[str, Dict[str, Any]], file: IO[bytes]) -> None:
-        """Write a line for each ask that a job can take, and note what the ledger is to hold of it."""
+    @staticmethod
+    def _write(path: str, lines: Iterable[bytes]) -> None:
+        write_whole(path, lambda file: file.writelines(lines), "--ledger")
+
+    def _lines(self, asks: Iterator[Ask], key: str, requests: Dict[str, Any]) -> Iterator[bytes]:
+        """A line for each ask that a job can take; of which `requests` gets what is recorded."""
         runner, size = self.runner, 0
         for number, ask in enumerate(itertools.islice(asks, MAX_REQUESTS), 1):
-            prompt, extra = build_prompt(ask.items, runner.task, runner.prompt_head), {}  # type: str, Dict[str, Any]
+            prompt = build_prompt(ask.items, runner.task, runner.prompt_head)
+            extra: Dict[str, Any] = {}
             if runner.model.structure is not None:
                 extra.update(runner.model.structure(ask.ids))
             if ask.attempt > 1 or ask.fallback:
                 extra.update(runner.retry_params)
             name = "%s-%d" % (key, number)
             requests[name] = request_of(ask, prompt)
-            size += file.write(self.post.request(name, prompt, extra))
+            line = self.post.request(name, prompt, extra)
+            yield line
+            size += len(line)
             if size > MAX_JOB_BYTES:
                 return
 
-    def _write_manifest(self, requests: Mapping[str, Mapping[str, Any]], file: IO[bytes]) -> None:
-        """Write a line for each item: evidence, for who joins results by hand."""
+    def _manifest(self, requests: Mapping[str, Any]) -> Iterator[bytes]:
+        """A line for each item: evidence, for who joins results by hand."""
         for name, request in requests.items():
-            for members in zip(request["batch"], request["text_sha"], request["sources"]):
-                row = {"custom_id": name, **dict(zip(("id", "text_sha", "source"), members)),
+            for item, sha, source in zip(*map(request.get, ("batch", "text_sha", "sources"))):
+                row = {"custom_id": name, "id": item, "text_sha": sha, "source": source,
                        "rubric_version": self.runner.task.rubric_version}
-                file.write(json.dumps(row).encode("ascii") + b"\n")
+                yield json.dumps(row).encode("ascii") + b"\n"
 
     def step(self, step: str, about: Optional[OpenJob], **members: Any) -> None:
         """Put a step of a job on the ledger, under the run that intended it, and on the disk."""
-        runner = self.runner
-        row = {"at": timestamp(), "run": runner.run_id, "step": step, "key": "",
-               "stage": runner.task.stage, "task": runner.task.fingerprint, **members}
+        task = self.runner.task
+        row = {"at": timestamp(), "run": self.runner.run_id, "step": step, "key": "",
+               "stage": task.stage, "task": task.fingerprint, **members}
         if about is not None:
             row.update(run=about.intent["run"], key=about.key)
-        if runner.append_event("job", **row) is not None:
+        if self.runner.append_event("job", **row) is not None:
             self._state.apply({"event": "job", **row})
-            self._ledger.sync()                 # before anything that costs money is made
+            self._ledger.sync()         # before anything that costs money is made
 
     def evidence(self, key: str, what: str) -> str:
         """Where something lies beside the ledger."""
-        return os.path.join(evidence_folder(self._ledger.path), "%s-%s.jsonl" % (key, what))
+        return evidence(self._ledger.path, "%s-%s.jsonl" % (key, what))
 
     # ---- one job ----
 
     def _make(self, job: OpenJob, fresh: bool) -> None:
-        """Make the job that was intended, under its key; what may have been made is looked for first."""
-        post, key, path = self.post, job.key, self.evidence(job.key, "requests")
+        """Make the job that was intended, under its key.
+
+        What may have been made is looked for first, twice: then it is submitted again, as it was.
+        """
+        post, path = self.post, self.evidence(job.key, "requests")
         files, there = post.engine.files, post.holds(path, job.requests())
-        doubt = not fresh and ("uploaded" in job.steps or not files)
-        looks = 2 * doubt
-        if not there and not doubt:
-            self.step("abandoned", job, detail="it was not made, and its requests are gone from " + path)
+        looks = 0
+        if not fresh and (job.file or not files):
+            looks = 2
+        elif not there:
+            self.step("abandoned", job, detail="it was not made; its requests are gone from " + path)
             return
-        if files and "uploaded" not in job.steps:
-            file = self.persist("no job was made", lambda troubles: post.upload(key, path))
+        if files and not job.file:
+            file = self.persist("no job was made", lambda troubles: post.upload(job.key, path))
             if file is not None:
                 self.step("uploaded", job, file=file)
+        doubt = looks > 0
 
         def attempt(troubles: int) -> JobStatus:
             nonlocal looks, doubt
@@ -4563,67 +4597,73 @@ class Jobs:
                 if found is not None:
                     return found
                 looks -= 1
-                if looks:
-                    raise CallFailed("retry", "looking for a job that may have been made" + hidden, wait=GRACE)
+            if looks:
+                detail = "looking for a job that may have been made" + hidden
+                raise CallFailed("retry", detail, wait=GRACE)
             if not there and not files:
-                raise CallFailed("stop", "its requests are gone from %s; put that back, or say --abandon %s" % (
-                    path, key))
+                raise CallFailed("stop", "its requests are gone from %s; put that back, or say "
+                                 "--abandon %s" % (path, job.key))
             try:
-                return post.create(key, job.intent["run"], job.steps.get("uploaded", {}).get("file", ""), path)
+                return post.create(job.key, job.intent["run"], job.file, path)
             except CallFailed as failure:
-                if failure.status in NO_ENGINE:
-                    raise CallFailed("stop", "there is no batch engine (%s); leave --batch-api out, or `emit` a file" % (
-                        failure.detail))
                 if failure.status not in NOT_MADE:
                     looks, doubt = 2, True
-                    detail = "it is not known whether a job was made (%s); looking for it" % failure.detail
-                    raise CallFailed("retry", detail, wait=max(GRACE, failure.wait or 0.0))
-                if failure.status != 429 and troubles + 1 >= TRIES:
-                    failure.kind = "stop"               # a file that was just uploaded may not be seen before
+                    failure.wait = max(GRACE, failure.wait or 0.0)
+                    failure.detail = "it is not known whether a job was made (%s); looking for it" % (
+                        failure.detail)
+                if failure.status in NO_ENGINE:
+                    failure.kind = "stop"
+                    failure.detail += "; there is no batch engine: leave --batch-api out"
+                if failure.status in NOT_MADE - {429} and troubles + 1 >= TRIES:
+                    failure.kind = "stop"       # a file that was just uploaded may not be seen before
                 raise
 
         status = self.persist("no job was made", attempt, makes=True)
         if status is not None:
             self.step("created", job, job=status.name)
-            self.say("job %s: %d requests about %d items, %s" % (status.name, job.size, job.items, status.status))
+            self.say("job %s: %d requests about %d items, %s" % (
+                status.name, job.size, job.items, status.status))
         elif self.runner.code == STOPPED and not doubt:
             self.step("abandoned", job, detail=self.runner.reason)
 
     def _found(self, job: OpenJob) -> Tuple[Optional[JobStatus], str]:
-        """The job of an intent in the provider's list, and in words what of the list cannot be seen.
+        """The job of an intent in the provider's list, and in words what cannot be seen of that.
 
-        NotYet: one may be it, and cannot be looked into.  Where a job carries no key, its custom ids tell, which are
-        to be had once it has ended.
+        NotYet: one may be it, and cannot be looked into.  Where a job carries no key, its custom
+        ids tell, which are to be had once it has ended.
         """
         since, doubtful = seconds_of(job.intent["at"]) - SKEW, ""
         for count, status in enumerate(self.post.listed()):
             if status is None:
-                return None, " (the provider lists %d jobs and no more: an older one cannot be seen)" % count
+                return None, " (the provider lists %d jobs, and older ones cannot be seen)" % count
             if self._is(job, status):
                 return status, ""
-            new = status.name not in self._state.names and (not status.made or status.made > since)
-            if new and not self.post.engine.files and status.total() in (0, job.size):
-                ours = self.post.bears(status, job.key)
-                if ours:
-                    return status, ""
-                if ours is None:
-                    doubtful = doubtful or status.name
+            if self.post.engine.files or status.name in self._state.names:
+                continue
+            if status.made < since or status.total() not in (0, job.size):
+                continue
+            ours = status.ended and self.post.bears(status, job.key)
+            if ours:
+                return status, ""
+            if ours is None or not status.ended:
+                doubtful = status.name
         if doubtful:
-            raise NotYet("job %s may be the one that was to be made, and cannot be looked into yet; wait until it "
-                         "ends, or say --adopt %s" % (doubtful, doubtful))
+            raise NotYet("retry", "job %s may be the one that was to be made, and cannot be looked "
+                         "into yet; wait until it ends, or say --adopt %s" % (doubtful, doubtful))
         return None, ""
 
     def _finish(self, job: OpenJob) -> None:
         """Wait for a job, and take in what it brought."""
+        path, status = self.evidence(job.key, "results"), None
         if not job.name:
             self._make(job, False)
-        path, status = self.evidence(job.key, "results"), None
 
         def ended(troubles: int) -> JobStatus:
             status = self.post.status(job.name)
             if not status.ended or self.runner.code:
-                raise NotYet("job %s: %s" % (job.name, status.words()))
-            write_whole(path, functools.partial(self.post.results, status, troubles >= TRIES), "--ledger")
+                raise NotYet("retry", "job %s: %s" % (job.name, status.words()))
+            write = functools.partial(self.post.results, status, troubles >= TRIES)
+            write_whole(path, write, "--ledger")
             return status
 
         if job.name:
@@ -4637,24 +4677,29 @@ class Jobs:
         """Take in what a job brought, unless it is another's."""
         results.join("job " + job.name)
         if not results.found and (results.unknown or job.steps["created"].get("by_hand")):
-            self.step("disowned", job, detail="job %s holds none of the requests" % status.name)
-            self.runner.stop("job %s holds none of the requests that were submitted; --adopt another, or --abandon %s"
-                             % (status.name, job.key), STOPPED)
-        elif Intake(self, job, results, status.name).take(
-                ended_as=status.status, counts=status.counts, detail=status.errors):
+            words = "job %s holds none of the requests that were submitted" % status.name
+            self.step("disowned", job, detail=words)
+            self.runner.stop("%s; --adopt another, or --abandon %s" % (words, job.key), STOPPED)
+            return
+        intake = Intake(self, job, results, status.name)
+        if intake.take(ended_as=status.status, counts=status.counts, detail=status.errors):
             self.say("job %s, as the provider counts: %s" % (status.name, status.words()))
             words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % job.key, status.errors)
             if words and set(re.findall(r": (\w+): ", words)) == {"token_limit_exceeded"}:
-                self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % words)
+                self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with "
+                           "--limit" % words)
             elif words:
-                self.runner.stop("job %s was refused whole: %s" % (status.name, words[:MAX_KEPT]), STOPPED)
+                self.runner.stop("job %s was refused whole: %s" % (
+                    status.name, words[:MAX_KEPT]), STOPPED)
 
     # ---- patience ----
 
-    def persist(self, what: str, do: Callable[[int], Given], advice: str = "", makes: bool = False) -> Optional[Given]:
-        """What `do` gives, which is told how often in a row it has failed, and is tried again for as long as that
-        may help; None once the run has been stopped.  `advice` is for what is not there; what `makes` something is
-        waited for to its end.
+    def persist(self, what: str, do: Callable[[int], Given], advice: str = "",
+                makes: bool = False) -> Optional[Given]:
+        """What `do` gives, which is told how often in a row it has failed.
+
+        It is tried again for as long as that may help; None once the run has been stopped.
+        `advice` is for what is not there; what `makes` something is waited for to its end.
         """
         waits = troubles = 0
         while not self.runner.code:
@@ -4662,26 +4707,31 @@ class Jobs:
                 return self._call(functools.partial(do, troubles), makes)
             except CallFailed as error:
                 failure = error
-            words, most = failure.detail, MAX_TROUBLES
-            troubles = 0 if isinstance(failure, NotYet) else troubles + 1
-            if troubles:
+            words, most, tries = failure.detail, MAX_TROUBLES, TRIES
+            troubles += 1
+            if isinstance(failure, NotYet):
+                troubles, tries = 0, -1
+            else:
                 words = "%s: %s" % (what, words)
             if advice and failure.status in ABSENT:
-                words, most, failure.kind = words + advice, GONE, "retry"
+                words, most, tries, failure.kind = words + advice, GONE, GONE, "retry"
             if failure.kind == "stop" or troubles >= most:
                 self.runner.stop(words, STOPPED)
-            elif self.runner.options.no_wait and not 0 < troubles <= TRIES:
+            elif self.runner.options.no_wait and troubles > tries:
                 self.runner.stop(words, WAITING)
             self._wait(failure.wait or min(MAX_POLL, POLL * 1.5 ** min(waits, 20)), words)
             waits += 1
         return None
 
-    def _call(self, function: Callable[[], Given], to_its_end: bool = False) -> Given:
-        """What a function gives, in a thread of its own, so that it ends in time.  Signals and the deadline give up
-        what only looks; what makes something is waited for.
+    def _call(self, function: Callable[[], Given], to_its_end: bool = False,
+              words: str = "waiting for the provider") -> Given:
+        """What a function gives, in a thread of its own, so that it ends in time.
+
+        Signals and the deadline give up what only looks; what makes something is waited for.
         """
         came: List[Given] = []
         errors: List[BaseException] = []
+        runner, say, began = self.runner, self.say, time.monotonic()
 
         def work() -> None:
             try:
@@ -4692,38 +4742,36 @@ class Jobs:
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
-            self.runner.model.tick(time.monotonic())
-            if not to_its_end and self._called_off("waiting for the provider") and thread.is_alive():
-                raise NotYet("given up")
+            now = time.monotonic()
+            runner.model.tick(now)
+            if say.width:
+                say.live(fitting(["%s, %s" % (clock(now - began), words)], say.width - 1))
+            if runner.signals:
+                runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
+            elif now >= runner.deadline:
+                runner.stop("the --deadline has passed; " + words, WAITING)
+            if runner.code and not to_its_end and thread.is_alive():
+                raise NotYet("retry", "given up")
         for error in errors:
             raise error
         return came[0]
 
-    def _called_off(self, words: str) -> bool:
-        """Whether a signal or the deadline has ended the run."""
-        if self.runner.signals:
-            self.runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
-        elif time.monotonic() >= self.runner.deadline:
-            self.runner.stop("the --deadline has passed; " + words, WAITING)
-        return bool(self.runner.code)
-
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why; signals and the deadline end it."""
-        began, spoken = time.monotonic(), False
-        while not self.runner.code and time.monotonic() - began < seconds:
-            time.sleep(min(0.2, seconds))
-            self._called_off(words)
-            if self.say.width:
-                told = "%s, %s" % (clock(time.monotonic() - began), words)
-                self.say.live(fitting([told], self.say.width - 1))
-            elif not spoken:
-                spoken = True
-                self.say(words)
+        if self.runner.code:
+            return
+        if not self.say.width:
+            self.say(words)
+        with contextlib.suppress(NotYet):
+            self._call(lambda: time.sleep(seconds), words=words)
 
 
-def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
-                say: Speaker) -> Runner:
-    """A run whose calls go by jobs; with --finish online those after the first round do not.  The last runner."""
+def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+                ledger: Ledger, say: Speaker) -> Runner:
+    """A run whose calls go by jobs; with --finish online, not those after the first round.
+
+    The last runner.
+    """
     jobs, left = Jobs(runner, header, state, ledger, say), 0
     jobs.run()
     if runner.options.finish == "online" and not runner.code:
@@ -4740,20 +4788,19 @@ def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: 
 
 # ---- files of requests, and of results ----
 
-def evidence_folder(ledger: str) -> str:
-    """The folder beside a ledger that holds what jobs were made of, and what they brought."""
+def evidence(ledger: str, name: str) -> str:
+    """Where something lies beside a ledger, in a folder that is there."""
     folder = os.path.splitext(ledger)[0] + "-jobs"
     try:
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        raise HarnessError("cannot make the folder %s: %s; make room for it" % (folder, error.strerror))
-    return folder
+        raise HarnessError("cannot make the folder %s: %s; make room for it" % (
+            folder, error.strerror))
+    return os.path.join(folder, name)
 
 
 def read_parts(path: str) -> Iterator[bytes]:
-    """The parts of a file, or of what a gzipped one holds, without a byte order mark; HarnessError where it cannot
-    be read.
-    """
+    """The parts of a file, or of what a gzipped one holds, without a byte order mark."""
     try:
         with open(path, "rb") as file:
             stream: Any = file
@@ -4763,7 +4810,8 @@ def read_parts(path: str) -> Iterator[bytes]:
             yield without_bom(stream.read(PART))
             yield from iter(lambda: stream.read(PART), b"")
     except (*NOT_READ, ImportError) as error:
-        raise HarnessError("cannot read %s: %s; check the file" % (path, getattr(error, "strerror", None) or error))
+        words = getattr(error, "strerror", None) or error
+        raise HarnessError("cannot read %s: %s; check the file" % (path, words))
 
 
 def check_target(path: str) -> None:
@@ -4772,31 +4820,35 @@ def check_target(path: str) -> None:
         raise HarnessError("%s exists and holds no requests; name another file" % path)
 
 
-def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
-                  out: Speaker) -> int:
+def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+                  ledger: Ledger, out: Speaker) -> int:
     """Write the requests of a round to files, in OpenAI's batch form."""
-    jobs, options, made = Jobs(runner, header, state, ledger, out), runner.options, 0
+    jobs, options = Jobs(runner, header, state, ledger, out), runner.options
+    share, names, made = sys.maxsize, [options.file], 0
     with runner.lock:
         jobs.decided_by_hand()
         for job in state.jobs.values():
-            raise HarnessError("the results of %s are not collected; `collect` them, or --abandon %s" % (
-                job.called, job.called))
-        share, names = sys.maxsize, [options.file]
+            raise HarnessError("the results of %s are not collected; `collect` them, or --abandon "
+                               "%s" % (job.called, job.called))
+        count = 0
         if options.parts > 1:
             count = jobs.left()
-            share = max(1, -(-count // options.parts))
-            parts, (root, ending) = -(-count // share), os.path.splitext(options.file)
-            names = ["%s-%d-of-%d%s" % (root, number, parts, ending) for number in range(1, parts + 1)]
+        if count:
+            share = -(-count // options.parts)
+            parts = -(-count // share)
+            root, ending = os.path.splitext(options.file)
+            names = ["%s-%d-of-%d%s" % (root, number + 1, parts, ending) for number in range(parts)]
         for name in names:
             check_target(name)
         asks = jobs.asks()
         for name in names:
             made += emit_part(jobs, itertools.islice(asks, share), name)
-    count_of = runner.arms[0].state.count
-    if not made and not runner.code:
-        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(map(
-            count_of, (ANSWERED, FROZEN, QUARANTINED))))
-    return runner.code if made else closing_words(runner, count_of(ANSWERED), count_of(QUARANTINED), out)
+    if made:
+        return runner.code
+    tallies = [runner.arms[0].state.count(flag) for flag in (ANSWERED, FROZEN, QUARANTINED)]
+    if not runner.code:
+        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(tallies))
+    return closing_words(runner, tallies[0], tallies[2], out)
 
 
 def emit_part(jobs: Jobs, asks: Iterator[Ask], path: str) -> int:
@@ -4805,21 +4857,23 @@ def emit_part(jobs: Jobs, asks: Iterator[Ask], path: str) -> int:
     names = [jobs.evidence(job.key, "requests") for job in made]
     if not made or jobs.runner.code:
         return 0
+    parts = (part for name in names for part in read_parts(name))
     try:
-        write_whole(path, lambda file: [file.write(part) for name in names for part in read_parts(name)], "the file")
+        write_whole(path, lambda file: file.writelines(parts), "the file")
     except HarnessError as error:
         for job in made:
             jobs.step("abandoned", job, detail=str(error))
         raise
     for job in made:
         jobs.step("created", job, job="file " + path)
-    jobs.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
-        sum(job.size for job in made), sum(job.items for job in made), path, jobs.runner.options.ledger))
+    requests, items = (sum(tally) for tally in zip(*((job.size, job.items) for job in made)))
+    jobs.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
+             "--ledger %s`" % (requests, items, path, jobs.runner.options.ledger))
     return len(made)
 
 
-def copied(paths: Sequence[str], folder: str) -> Tuple[str, List[int]]:
-    """Copy files into one, named by its content, in a folder: its path, and where each of them ends in it."""
+def copied(paths: Sequence[str], ledger: str) -> Tuple[str, List[int]]:
+    """Copy files into one beside the ledger: its path, and where each of them ends in it."""
     digest, ends = hashlib.sha256(), []  # type: Any, List[int]
 
     def write(file: IO[bytes]) -> None:
@@ -4828,10 +4882,10 @@ def copied(paths: Sequence[str], folder: str) -> Tuple[str, List[int]]:
                 file.write(part)
                 digest.update(part)
             ends.append(file.tell())
-    path = os.path.join(folder, "collecting-%d.jsonl" % os.getpid())
+    path = evidence(ledger, "collecting-%d.jsonl" % os.getpid())
     write_whole(path, write, "--ledger")
-    kept = os.path.join(folder, "collected-%s.jsonl" % digest.hexdigest()[:24])
-    os.replace(path, kept)
+    kept = evidence(ledger, "collected-%s.jsonl" % digest.hexdigest()[:24])
+    os.replace(path, kept)              # what is collected again is kept once
     return kept, ends
 
 
@@ -4843,24 +4897,25 @@ def looks_like(line: bytes) -> str:
     if "method" in document or "params" in document:
         return "it holds requests; name what the engine wrote"
     if "custom_id" in document and document.keys() & RESULT:
-        return "its first custom_id, %s, is of no request that `emit` put on this ledger" % shown(document["custom_id"])
-    return "its lines are no results with custom_id and response; they have " + ", ".join(sorted(document)[:8])
+        return "its first custom_id, %s, is of no request that `emit` put on this ledger" % (
+            shown(document["custom_id"]))
+    return "its lines are no results with custom_id and response; they have " + ", ".join(
+        sorted(document)[:8])
 
 
 def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
-    client = Client("http://localhost", 1.0, [], "")                    # never asked: it reads what others brought
-    endpoint = Endpoint(client, APIS["chat"], {})
-    post, states, odd = Post(client, endpoint, ENGINES["chat"]), {}, []  # type: Post, Dict[str, State], List[str]
+    state, left = JobState(), 0
     with contextlib.ExitStack() as stack:
-        ledger, state = stack.enter_context(contextlib.closing(Ledger(options.ledger))), JobState()
+        ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
         ledger.replay(state.apply)
         jobs = [job for job in state.jobs.values()
                 if job.intent.get("engine") == "file" and job.intent["run"] in state.runs]
-        path, ends = copied(options.files, evidence_folder(options.ledger))
+        path, ends = copied(options.files, options.ledger)
         results = stack.enter_context(contextlib.closing(Results(path, jobs, say)))
+        odd = []
         for name, end in zip(options.files, ends):
             tally, first = results.join(name, end)
             say("%s, lines: %s" % (name, counts(tally)))
@@ -4868,28 +4923,44 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
                 odd.append("%s: %s" % (name, looks_like(first)))
         if not results.found:
             os.remove(path)
-            raise HarnessError("no line of %s is the result of a request that `emit` put on %s; check both names" % (
-                ", ".join(options.files), options.ledger), odd)
+            raise HarnessError("no line of %s is the result of a request that `emit` put on %s; "
+                               "check both names" % (", ".join(options.files), options.ledger), odd)
         for words in odd:
             say(words)
         left = results.unknown
-        for job in [job for job in jobs if job.key in results.found]:
-            run = state.runs[job.intent["run"]]
-            answers = states.get(run["fingerprint"])
-            if answers is None:
-                answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
-                ledger.replay(answers.apply)
-            model = Model(run["model"], "", endpoint, jobs=post)
-            pending = Pending(Sample(options.ledger, []), answers, 1, options)
-            runner = Runner(answers.task, model, [pending], options._replace(workers=1))
+        for runner, job in recorders(options, ledger, state, jobs):
+            if job.key not in results.found:
+                continue
+            intake = Intake(Jobs(runner, dict, state, ledger, say), job, results,
+                            "file " + options.files[0])
             with runner.lock:
-                Intake(Jobs(runner, dict, state, ledger, say), job, results, "file " + options.files[0]).take()
-            results.unknown = 0                                         # counted once
+                intake.take()
+            results.unknown = 0         # counted once
             left += runner.tally["unanswered"] + runner.tally["quarantined"]
             if runner.code:
                 return closing_words(runner, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
-    return QUARANTINED_LEFT if left else DONE
+    if left:
+        return QUARANTINED_LEFT
+    return DONE
+
+
+def recorders(options: Settings, ledger: Ledger, state: JobState,
+              jobs: Iterable[OpenJob]) -> Iterator[Tuple[Runner, OpenJob]]:
+    """For each job, what records its replies: under task and model of the run that asked."""
+    client = Client("http://localhost", 1.0, [], "")    # never asked: others brought the replies
+    endpoint = Endpoint(client, APIS["chat"], {})
+    post = Post(client, endpoint, ENGINES["chat"])
+    states: Dict[str, State] = {}
+    for job in jobs:
+        run = state.runs[job.intent["run"]]
+        answers = states.get(run["fingerprint"])
+        if answers is None:
+            answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
+            ledger.replay(answers.apply)
+        model = Model(run["model"], "", endpoint, jobs=post)
+        pending = Pending(Sample(options.ledger, []), answers, 1, options)
+        yield Runner(answers.task, model, [pending], options._replace(workers=1)), job
 
 
 # ====================================================================================================================
