@@ -84,7 +84,7 @@ import string
 import threading
 import weakref
 from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
-                    NamedTuple, Optional, Sequence, Set, Tuple, Union)
+                    NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union)
 
 try:
     import zlib
@@ -1438,9 +1438,6 @@ NEEDED: Dict[str, Dict[str, Any]] = {                           # members that r
     "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
 # Of apply, for each answered item; where several rows hold its text, the first of these that one of them came to.
 OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
-REQUEST: Dict[str, Any] = {                                     # members of a request that a job's intent holds
-    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int, "fallback": bool,
-    "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
     "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
     "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
@@ -1490,20 +1487,6 @@ def set_aside(row: Mapping[str, Any]) -> Dict[str, Any]:
     """The members of the row that quarantines the items of an attempt later, whose own row holds that back."""
     names = (*NEEDED["quarantine"], "model_string", "quarantined", "detail", "arm", "job", "text_sha")
     return {name: row[name] for name in names if name in row}
-
-
-def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
-    """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
-    return {"batch": list(ask.ids), "text_sha": [item.digest[:32] for item in ask.items],
-            "sources": [item.source for item in ask.items], "prompt_sha": prompt_digest(prompt),
-            **{name: getattr(ask, name) for name in ("attempt", "fallback", "last_form", "last_attempt", "batch_id",
-                                                     "size")}}
-
-
-def ask_of(request: Mapping[str, Any]) -> Ask:
-    """The ask that request_of was given, but for the texts of its items: a reply is judged without them."""
-    items = [Item._make(("", *members)) for members in zip(request["batch"], request["text_sha"], request["sources"])]
-    return Ask(tuple(items), *(request[name] for name in Ask._fields[1:]))
 
 
 def rederived(row: Mapping[str, Any], task: Task, strict_order: bool = False) -> Verdict:
@@ -1560,29 +1543,6 @@ def _fit(batch: List[Any], digests: Any) -> bool:
             and DIGITS_ONLY.match("".join(digests)) is not None and all(map(str.startswith, digests, batch)))
 
 
-def _is_request(value: Any) -> bool:
-    """Whether a value is what request_of makes."""
-    if not (isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in REQUEST.items())
-            and value["batch"] and _fit(value["batch"], value["text_sha"]) and len(set(value["text_sha"])) == len(
-                set(value["batch"])) == len(value["sources"]) == len(value["batch"])):
-        return False
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        keys = [None if source is None else _source_value(source) for source in value["sources"]]
-        return (min(map(len, value["batch"])) >= ID_LENGTH
-                and re.match("[0-9a-f]{12}\\Z", value["batch_id"]) is not None
-                and 0 < value["size"] < MAX_INTEGER and 0 < value["attempt"] < MAX_INTEGER
-                and not any(isinstance(key, (list, dict)) for key in keys))
-    return False
-
-
-def _is_job(row: Mapping[str, Any]) -> bool:
-    """Whether a job's row can be taken in."""
-    requests = row.get("requests", {})
-    return (row["step"] != "intent" or bool(requests)) and all(
-        name.startswith(row["key"] + "-") and _is_request(request) for name, request in requests.items()) and (
-            re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", str(row.get("at"))) is not None)
-
-
 class Line(NamedTuple):
     """One line of a ledger; `row` is None where it is damaged."""
 
@@ -1631,19 +1591,6 @@ class OpenBatch(NamedTuple):
     codes: Dict[Tuple[Tuple[str, ...], int], str]               # (ids, attempt) -> verdict
 
 
-class OpenJob(NamedTuple):
-    """A job whose results are not collected: what was to be made, and what is known of it since."""
-
-    intent: Mapping[str, Any]                   # the row from before it was made; its requests by custom id
-    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created
-    seen: Set[str]                              # custom ids whose outcome is on the ledger
-
-    @property
-    def name(self) -> str:
-        """What it is called where it runs; "" while that is not known."""
-        return str(self.steps["created"].get("job", "")) if "created" in self.steps else ""
-
-
 class Frozen(NamedTuple):
     """The input as the first pass found it."""
 
@@ -1663,9 +1610,6 @@ class State:
         self.task, self.arm = task, arm
         self.status: Dict[int, int] = dict.fromkeys(frozen, FROZEN)
         self.open: Dict[str, OpenBatch] = {}                                    # by batch_id
-        self.jobs: Dict[str, OpenJob] = {}                                      # by key
-        self.job_names: Set[str] = set()                        # all jobs that are known, collected or not
-        self.lost: Set[str] = set()                             # keys of open jobs whose intent is damaged or gone
         self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
         self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
         self.conflicts = 0                                      # accepted again with another row; the first counts
@@ -1673,12 +1617,11 @@ class State:
         self.singles: Counter[str] = collections.Counter()      # single first calls of the task in any arm, by model
         self.demo: Optional[bool] = None                        # whether the ledger holds demo answers or real ones
         self._models: Dict[str, str] = {}                       # run -> model asked for
-        self._hosts: Dict[str, str] = {}                        # run -> where its texts went
 
     def apply(self, row: Mapping[str, Any]) -> List[int]:
         """Take in one row; the keys of the items it settled.  Called after the append, and for every row replayed."""
         if row["event"] == "run":
-            self._models[row["run"]], self._hosts[row["run"]] = row["model"], str(row.get("host"))
+            self._models[row["run"]] = row["model"]
             self.demo = is_demo(row["model"])
             if row["fingerprint"] == self.task.fingerprint and "arms" in row:
                 self.sizes = row["arms"]
@@ -1692,43 +1635,11 @@ class State:
             if mine:
                 return self._attempt(row)
             self.other_tasks[row["stage"], row["task"]] += len(row.get("answers", ()))
-        elif row["event"] == "job":
-            self._job(row)
-        elif row["event"] == "failure":
-            self._see(row)
         return []
-
-    def asked_of(self, run: str) -> Tuple[str, str]:
-        """The model that a run asked for, and its host."""
-        return self._models.get(run, "?"), self._hosts.get(run, "?")
-
-    def _job(self, row: Mapping[str, Any]) -> None:
-        """A step of a job: intent; then uploaded, created or disowned; collected or abandoned in the end."""
-        key, step = row["key"], row["step"]
-        self.job_names.add(row.get("job", ""))
-        if row["task"] != self.task.fingerprint:
-            return
-        if step == "intent":
-            self.jobs[key] = OpenJob(row, {}, set())
-        elif step in ("collected", "abandoned"):
-            self.jobs.pop(key, None)
-            self.lost.discard(key)
-        elif step == "disowned" and key in self.jobs:
-            self.jobs[key].steps.pop("created", None)
-        elif key in self.jobs:
-            self.jobs[key].steps[step] = row
-        else:
-            self.lost.add(key)
-
-    def _see(self, row: Mapping[str, Any]) -> None:
-        job = self.jobs.get(str(row.get("custom_id")).rpartition("-")[0])
-        if job is not None:
-            job.seen.add(row["custom_id"])
 
     def _attempt(self, row: Mapping[str, Any]) -> List[int]:
         settled: List[int] = []
         accepted = row["verdict"] == "ok"
-        self._see(row)
         for sha in row["text_sha"] if accepted or "quarantined" in row else ():
             key = key_of(sha)
             flags = self.status.get(key, 0)
@@ -2068,6 +1979,7 @@ class Settings(NamedTuple):
     adopt: Optional[str] = None
     abandon: Optional[str] = None
     file: str = ""
+    parts: int = 1
     files: Sequence[str] = ()
     # ---- reading ----
     id: str = ""
@@ -2108,7 +2020,7 @@ class Model(NamedTuple):
     api_version: Optional[str] = None
     roomier: str = ""                   # how to make room for a longer prompt
     tick: Callable[[float], None] = lambda now: None        # called a few times a second: ends calls that are overdue
-    jobs: Optional[Jobs] = None         # its batch engine
+    jobs: Optional[Post] = None         # its batch engine
 
 
 class Provider(NamedTuple):
@@ -2233,7 +2145,7 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     return Model(options.model, host, call, params, workers=1 if client.loopback else 4,
                  structure=structure if task.form == "keyed" else None, api_version=version, roomier=provider.roomier,
                  tick=client.end_overdue,
-                 jobs=Jobs(client, call, ENGINES[provider.api]) if provider.batches or emitted else None)
+                 jobs=Post(client, call, ENGINES[provider.api]) if provider.batches or emitted else None)
 
 
 def check_parameters(options: Settings, word: str, provider: Provider, version: Optional[str]) -> None:
@@ -2503,6 +2415,38 @@ class Client:
             self._deadlines.pop(kept.connection, None)
             if response is None or not (sent and response.kept_alive):
                 self.close()
+
+    def stream(self, head: bytes, size: int, parts: Iterable[bytes]) -> Iterator[Any]:
+        """Send a body part by part, on a connection of its own; gives the Response without its body, then the body
+        part by part.  Each must come within --timeout, all within an hour.  CallFailed when it does not come whole.
+        """
+        connection, due, connected = self._connection(), time.monotonic() + 3600.0, False
+        self._deadlines[connection] = due
+        try:
+            connection.connect()
+            connected = True
+            connection.sock.settimeout(self._timeout)
+            with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
+                connection.sock.sendall(b"%b%d\r\n\r\n" % (head, size))
+                for part in parts:
+                    connection.sock.sendall(part)
+            answer: Any = self._http.HTTPResponse(connection.sock)
+            answer.begin()
+            headers = {name.lower(): value for name, value in answer.getheaders()}
+            yield Response(answer.status, headers, b"", False)
+            body = answer
+            if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip"):
+                import gzip
+                body = gzip.GzipFile(fileobj=answer)
+            yield from iter(lambda: body.read(PART), b"")
+            if answer.length:
+                raise EOFError("the reply broke off")
+        except (*NOT_READ, ValueError, ImportError, self._http.HTTPException) as error:
+            late = time.monotonic() >= due
+            raise self._failure(TimeoutError() if late else error, not connected, connected)
+        finally:
+            self._deadlines.pop(connection, None)
+            connection.close()
 
     def end_overdue(self, now: float) -> None:
         """Shut down connections whose calls are overdue: a socket's own timeout is for one read, and a slow drip would
@@ -3076,6 +3020,11 @@ class Judged(NamedTuple):
     certain: bool = False                       # the endpoint refused it, and says that it did so for its content
 
 
+def judged(ask: Ask, reply: Reply, task: Task, strict: bool, context: Mapping[str, Any]) -> Dict[str, Any]:
+    """The row of a reply, judged; `context` as for attempt_row."""
+    return attempt_row(ask, reply, validate(ask.items, reply, task, strict), task, context)
+
+
 class Flight:
     """One batch on its way through plan, from the verdicts of a former run; `first` are the calls to begin with."""
 
@@ -3503,8 +3452,7 @@ class Runner:
             if error.errno not in NO_FILES:
                 raise
             return None
-        verdict = validate(ask.items, reply, self.task, self.options.order == "strict")
-        row = attempt_row(ask, reply, verdict, self.task, {
+        row = judged(ask, reply, self.task, self.options.order == "strict", {
             "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
             "arm": flight.arm, "prompt_sha": prompt_digest(prompt)})
         return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), certain)
@@ -3797,840 +3745,1249 @@ def timestamp() -> str:
 
 # ====================================================================================================================
 # BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory: what is to be
-# made stands there before it is made, and what may have been made is looked for before anything else is.  Results are
-# joined by custom id alone and judged like any reply; a provider's counters are shown and never believed.
+# made stands there before it is made, under a key that it keeps; what may have been made is looked for before it is
+# submitted again.  Requests are written as they are made; results are read line by line, joined by custom id alone
+# and judged like any reply; a provider's counters are shown and never believed.
 # ====================================================================================================================
 
-MAX_JOB_BYTES = 90_000_000              # of one job's requests: the least that providers take is 100 MB
-MAX_RESULTS = 1 << 30                   # bytes of one file of results
-FIRST_POLL, MAX_POLL = 2.0, 300.0       # seconds between looks at a job, at first and at most
-POLL = 30.0                             # seconds before another look where one has failed or told too little
-GRACE = 60.0                            # seconds between two looks for a job that may have been made
-NOT_MADE = frozenset({400, 401, 402, 403, 404, 413, 422})       # HTTP statuses that say that no job was made
+MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
+MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB
+POLL, MAX_POLL = 2.0, 300.0             # seconds between looks at a job, at first and at most
+GRACE = 60.0                            # seconds between two looks for a job that may be there
+NO_ENGINE = frozenset({405, 501})       # HTTP statuses: there is nothing to make jobs with;
+NOT_MADE = NO_ENGINE | {400, 401, 402, 403, 404, 413, 422, 429}     # and: no job was made
+ABSENT = frozenset({404, 410})
 SKEW = 86400.0                          # seconds that the clocks here and there may differ
-TRIES = 3                               # of a step that fails, and of rounds that bring no reply
-MAX_TROUBLES = 30                       # looks in a row that fail, over more than two hours, before a run ends
+TRIES = 3                               # of what fails, and of rounds that bring no reply
+GONE = 6                                # looks in a row that do not find a job
+MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
+PART = 1 << 16                          # bytes that are held of a file on its way
+CHAT_URL = "/v1/chat/completions"
+Came = Union[Reply, CallFailed]         # for a request
+Given = TypeVar("Given")
 
 
-class JobNews(NamedTuple):
+class NotYet(CallFailed):
+    """What is waited for goes on at the provider: nothing has failed."""
+
+
+class JobStatus(NamedTuple):
     """What a provider says of a job."""
 
     name: str                           # its id there
     status: str
     ended: bool
-    counts: Mapping[str, Any]           # the provider's own
-    places: Tuple[str, ...]             # paths of its results
-    made: float                         # when, in seconds since 1970 by the provider's clock; 0.0: it does not say
-    key: str = ""                       # ours, where its metadata holds one
-    file: str = ""                      # the file that holds its requests
-    errors: str = ""                    # why it was refused whole
+    counts: Mapping[str, int]           # the provider's own
+    places: Sequence[str]               # paths of its results
+    made: float                         # when, in seconds since 1970 by the provider's clock
+    key: str                            # ours, where its metadata holds one
+    file: str                           # the file that holds its requests
+    errors: str                         # why it was refused whole
 
     def total(self, *leave_out: str) -> int:
         """The sum of its counters."""
-        return sum(count for name, count in self.counts.items() if type(count) is int and name not in leave_out)
+        return sum(count for name, count in self.counts.items() if name not in leave_out)
 
     def words(self) -> str:
         """Its status and counters, for a person."""
-        told = {name: count for name, count in self.counts.items() if type(count) is int}
-        return "%s (%s)" % (self.status, ", ".join("%s %d" % entry for entry in told.items()) or "it does not count")
+        told = ", ".join("%s %d" % entry for entry in self.counts.items())
+        return "%s (%s)" % (self.status, told or "it does not count")
 
 
-class Engine(NamedTuple):
-    """One form of batch engine."""
+def status_of(document: Mapping[str, Any]) -> JobStatus:
+    """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status.
 
-    path: str                                                   # of its jobs
-    cursor: str                                                 # how the next page of their list is asked for
-    most: int                                                   # requests of one job
-    line: Callable[[str, Mapping[str, Any]], Dict[str, Any]]    # (custom id, body) -> a request
-    news: Callable[[Mapping[str, Any]], JobNews]
-    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]     # a line -> (HTTP status or 0, body, request id)
-    files: bool                                                 # requests go up as a file; else inside the creation
+    Results are asked for whatever the status says, and at our own base URL, whatever URL is named.
+    """
+    status = str(document.get("processing_status") or document.get("status")).lower()
+    name = str(document["id"])
+    files = filter(None, map(document.get, ("output_file_id", "error_file_id")))
+    places = ["/files/%s/content" % in_path(file) for file in files]
+    if "processing_status" in document:
+        places = ["/v1/messages/batches/%s/results" % in_path(name)]
+    counters = an_object(document.get("request_counts"))
+    faults = an_object(document.get("errors")).get("data") or ()
+    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
+             for fault in faults]
+    return JobStatus(
+        name=name,
+        status=status,
+        ended=status in ("completed", "failed", "expired", "cancelled", "ended"),
+        counts={word: count for word, count in counters.items() if type(count) is int},
+        places=places,
+        made=seconds_of(document.get("created_at")),
+        key=str(an_object(document.get("metadata")).get("batch_harness")),
+        file=str(document.get("input_file_id")),
+        errors="; ".join(words))
 
 
-def file_news(document: Mapping[str, Any]) -> JobNews:
-    """A batch of OpenAI's form.  Both files are read whatever the status says."""
+def in_path(name: Any) -> str:
+    """A name as one part of a URL's path."""
     import urllib.parse
-    status, made = str(document.get("status")).lower(), document.get("created_at")
-    files = [document.get("output_file_id"), document.get("error_file_id")]
-    errors = an_object(document.get("errors")).get("data")
-    words = ["line %s: %s: %s" % (entry.get("line"), entry.get("code"), entry.get("message"))
-             for entry in map(an_object, errors if isinstance(errors, list) else [])]
-    return JobNews(
-        str(document.get("id")), status, status in ("completed", "failed", "expired", "cancelled"),
-        an_object(document.get("request_counts")),
-        tuple("/files/%s/content" % urllib.parse.quote(name, "") for name in files if isinstance(name, str) and name),
-        made if isinstance(made, (int, float)) else 0.0, str(an_object(document.get("metadata")).get("batch_harness")),
-        str(document.get("input_file_id")), "; ".join(words))
+    return urllib.parse.quote(str(name), "")
 
 
-def message_news(document: Mapping[str, Any]) -> JobNews:
-    """A batch of Anthropic's form.  Its results are asked for at our own base URL, whatever URL it names."""
-    import urllib.parse
-    name, status, made = str(document.get("id")), str(document.get("processing_status")), 0.0
+def seconds_of(moment: Any) -> float:
+    """A time of a provider or of timestamp() in seconds since 1970; 0.0 for what is none."""
+    if isinstance(moment, (int, float)):
+        return moment
     with contextlib.suppress(ValueError):
-        made = seconds_of(str(document.get("created_at")))
-    ended = status == "ended"
-    places = ("/v1/messages/batches/%s/results" % urllib.parse.quote(name, ""),) if ended else ()
-    return JobNews(name, status, ended, an_object(document.get("request_counts")), places, made)
+        bare = datetime.datetime.strptime(str(moment)[:19], "%Y-%m-%dT%H:%M:%S")
+        return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
+    return 0.0
 
 
 def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
     """A line of results of OpenAI's form and its copies."""
-    response, error = an_object(line.get("response")), line.get("error")
-    status, body = response.get("status_code"), response.get("body")
-    status = status if type(status) is int else 200 if isinstance(body, dict) and not error else 0
+    response = an_object(line.get("response"))
+    error = line.get("error")
+    body = response.get("body")
+    if "choices" in response:                           # Fireworks puts the reply itself there
+        body = response
+    status = response.get("status_code")
+    if type(status) is not int:
+        status = 200
     if error or not isinstance(body, dict):
         error = an_object(error).get("error") or error                  # vLLM nests it
-        status, body = status if status >= 400 else 0, {"error": error or "no body"}
+        body = {"error": error or "no body"}
+        if status < 400:
+            status = 0
     return status, body, response.get("request_id")
 
 
 def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
     """A line of results of Anthropic's form."""
     result = an_object(line.get("result"))
-    kind, error = str(result.get("type")), an_object(result.get("error"))
+    kind = result.get("type")
+    error = an_object(result.get("error"))
     if kind == "succeeded":
         return 200, result.get("message"), None
-    refused = an_object(error.get("error")).get("type") == "invalid_request_error"
-    body = error if kind == "errored" else {"error": "the request was %s" % kind}
-    return 400 if refused else 0, body, error.get("request_id")
+    if kind != "errored":
+        return 0, {"error": "the request was %s" % kind}, None
+    status = 0
+    if an_object(error.get("error")).get("type") == "invalid_request_error":
+        status = 400
+    return status, error, error.get("request_id")
 
 
-CHAT_URL = "/v1/chat/completions"
+class Engine(NamedTuple):
+    """One form of batch engine."""
+
+    path: str                   # of its jobs
+    cursor: str                 # how the next page of their list is asked for
+    line: Mapping[str, Any]     # what every request has beside its custom id ...
+    body: str                   # ... and this: the member that holds the call's body
+    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]
+    #                           a line of results -> (HTTP status or 0, body, request id)
+    files: bool                 # requests go up as a file; else inside the creation
+
+
 ENGINES: Dict[str, Engine] = {
-    "chat": Engine("/batches", "after", 50_000, lambda name, body: {
-        "custom_id": name, "method": "POST", "url": CHAT_URL, "body": body}, file_news, file_result, True),
-    "messages": Engine("/v1/messages/batches", "after_id", 100_000, lambda name, body: {
-        "custom_id": name, "params": body}, message_news, message_result, False),
+    "chat": Engine(
+        "/batches", "after", {"method": "POST", "url": CHAT_URL}, "body", file_result, True),
+    "messages": Engine(
+        "/v1/messages/batches", "after_id", {}, "params", message_result, False),
 }
 
 
-class Jobs:
-    """A provider's batch engine: makes jobs, looks for them and fetches what they brought.  Every word is masked."""
+class Post:
+    """The way to a batch engine and back: requests, jobs, results.  Every word is masked."""
 
     def __init__(self, client: Client, endpoint: Endpoint, engine: Engine) -> None:
-        self.endpoint, self.engine, self._client = endpoint, engine, client
+        self.engine, self._client, self._endpoint = engine, client, endpoint
 
-    def upload(self, key: str, lines: Sequence[bytes]) -> str:
-        """Put a file of requests up; its id there."""
-        mark = "batch-harness-" + hashlib.sha256(b"".join(lines)).hexdigest()[:40]
-        head = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--%s\r\nContent-Disposition: '
-                'form-data; name="file"; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl\r\n\r\n')
-        data = b"%s%s\r\n--%s--\r\n" % ((head % (mark, mark, key)).encode("ascii"), b"\n".join([*lines, b""]),
-                                      mark.encode("ascii"))
-        document = self._document("POST", "/files", data, "Content-Type: multipart/form-data; boundary=" + mark)
-        if not isinstance(document.get("id"), str):
-            raise CallFailed("retry", "the upload brought no file id")
-        return str(document["id"])
+    def request(self, name: str, prompt: str, extra: Mapping[str, Any]) -> bytes:
+        """A line of requests."""
+        body = self._endpoint.body(prompt, extra)
+        line = {"custom_id": name, **self.engine.line, self.engine.body: body}
+        return json.dumps(line).encode("ascii") + b"\n"
 
-    def create(self, key: str, run: str, file: str, lines: Sequence[bytes]) -> JobNews:
-        """Make a job of an uploaded file, or of the requests themselves."""
-        data = b'{"requests": [%s]}' % b", ".join(lines)
-        if self.engine.files:
-            data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL, "completion_window": "24h",
-                               "metadata": {"batch_harness": key, "run": run}}).encode("ascii")
-        document = self._document("POST", self.engine.path, data, JSON_BODY, "Idempotency-Key: " + key)
-        if not isinstance(document.get("id"), str):
-            raise CallFailed("retry", "the creation brought no job id")
-        return self.engine.news(document)
+    def holds(self, path: str, requests: Mapping[str, Any]) -> bool:
+        """Whether a file still holds these requests, by the digests of their prompts."""
+        found: Dict[str, str] = {}
+        faults = OSError, ValueError, LookupError, TypeError
+        with contextlib.suppress(*faults), open(path, "rb") as file:
+            for line in map(json.loads, file):
+                prompt = line[self.engine.body]["messages"][0]["content"]
+                found[line["custom_id"]] = prompt_digest(prompt)
+        return found == {name: request["prompt_sha"] for name, request in requests.items()}
 
-    def news(self, name: str) -> JobNews:
-        """How a job stands."""
-        import urllib.parse
-        document = self._document("GET", "%s/%s" % (self.engine.path, urllib.parse.quote(name, "")))
-        if document.get("id") != name:
-            raise CallFailed("retry", "what came is not the job: " + self._client.mask(shown(document, 200)))
-        return self.engine.news(document)
-
-    def listed(self) -> Iterator[JobNews]:
-        """All jobs there, in whatever order.  CallFailed where what comes is no list of them."""
-        import urllib.parse
-        after, cursors = "", set()
-        while after not in cursors:
-            cursors.add(after)
-            cursor = "&%s=%s" % (self.engine.cursor, urllib.parse.quote(after, "")) if after else ""
-            page = self._document("GET", "%s?limit=100%s" % (self.engine.path, cursor))
-            entries = page.get("data")
-            if not isinstance(entries, list) or (page.get("has_more") and not entries):
-                raise CallFailed("retry", "what came is no list of jobs: " + shown(page, 200))
-            for news in map(self.engine.news, map(an_object, entries)):
-                after = news.name
-                yield news
-            if not page.get("has_more"):
-                return
-        raise CallFailed("retry", "the provider's list of jobs does not end")
-
-    def fetch(self, news: JobNews, partly: bool) -> bytes:
-        """All lines that a job brought; `partly`: without a file that cannot be had.  CallFailed: lines are cut."""
-        parts: List[bytes] = []
-        for place in news.places:
-            response = self._client.exchange(self._client.head("GET", place), b"", 3600.0, MAX_RESULTS)
-            if response.status == 200:
-                parts.append(without_bom(response.body).rstrip(b"\r\n"))
-            elif not partly or response.status not in (404, 410):
-                self._refuse(response)
-        for part in filter(None, parts):
-            try:
-                json.loads(part[part.rfind(b"\n") + 1:])
-            except ValueError:
-                if not partly:
-                    raise CallFailed("retry", "the last line of the results is cut")
-        text = b"\n".join(filter(None, parts)).decode("utf-8", "surrogateescape")
-        return self._client.mask_long(text).encode("utf-8", "surrogateescape")
-
-    def close(self) -> None:
-        """Let go of this thread's connection."""
-        self._client.close()
-
-    def outcome(self, line: Mapping[str, Any]) -> Union[Reply, CallFailed]:
+    def came(self, line: Mapping[str, Any]) -> Came:
         """What one line of results is: a reply, or why there is none."""
         status, body, request = self.engine.result(line)
-        headers = {"x-request-id": request} if isinstance(request, str) else {}
+        data = json.dumps(body).encode("ascii")
+        response = Response(status or 500, {"x-request-id": request and str(request)}, data, True)
         try:
-            return self.endpoint.reply(Response(status or 500, headers, json.dumps(body).encode("ascii"), True))
+            return self._endpoint.reply(response)
         except CallFailed as failure:
             if not status:
-                failure.status, failure.detail = None, failure.detail.replace("HTTP 500: ", "", 1)
+                failure.status = None
+                failure.detail = failure.detail.replace("HTTP 500: ", "", 1)
             return failure
 
-    def _document(self, method: str, path: str, data: bytes = b"", *lines: str) -> Mapping[str, Any]:
-        """The JSON object that a request gives."""
-        response = self._client.exchange(self._client.head(method, path, *lines), data)
-        if not 200 <= response.status < 300:
-            self._refuse(response)
-        with contextlib.suppress(ValueError, RecursionError):
-            document = json.loads(self._client.mask_long(response.body.decode("utf-8", "surrogateescape")))
-            if isinstance(document, dict):
-                return document
-        raise CallFailed("retry", "a reply with no JSON from %s; is --base-url right?" % self._client.host, billed=True)
+    def upload(self, key: str, path: str) -> str:
+        """Put a file of requests up; its id there."""
+        import random
+        mark = "batch-harness-%032x" % random.SystemRandom().getrandbits(128)
+        name = '; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl' % key
+        head = tail = "--%s" % mark
+        for what, value in (('"purpose"', "batch\r\n--%s" % mark), ('"file"' + name, "")):
+            head += "\r\nContent-Disposition: form-data; name=%s\r\n\r\n%s" % (what, value)
+        tail = "\r\n%s--\r\n" % tail
+        size = os.path.getsize(path)
+        parts = itertools.chain([head.encode("ascii")], parts_of(path, size), [tail.encode("ascii")])
+        kind = "Content-Type: multipart/form-data; boundary=" + mark
+        document = self._ask("POST", "/files", kind, len(head) + size + len(tail), parts)
+        return str(document["id"])
 
-    def _refuse(self, response: Response) -> None:
-        text = response.body.decode("utf-8", "surrogateescape")
-        document = None
-        with contextlib.suppress(ValueError, RecursionError):
-            document = json.loads(text)
-        error = error_in(document, text)
-        raise classify(response.status, error._replace(words=self._client.mask(error.words)),
-                       retry_after({**error.waits, **response.headers}, time.time()), ())
+    def create(self, key: str, run: str, file: str, path: str) -> JobStatus:
+        """Make a job of an uploaded file, or of the requests in a file here."""
+        metadata = {"batch_harness": key, "run": run}
+        data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL,
+                           "completion_window": "24h", "metadata": metadata}).encode("ascii")
+        size, parts = len(data), iter([data])
+        if not self.engine.files:
+            length = os.path.getsize(path) - 1          # but for the last line's end
+            lines = (part.replace(b"\n", b",") for part in parts_of(path, length))
+            size, parts = length + 16, itertools.chain([b'{"requests": ['], lines, [b"]}"])
+        kind = JSON_BODY + "\r\nIdempotency-Key: " + key
+        return status_of(self._ask("POST", self.engine.path, kind, size, parts))
+
+    def status(self, name: str, method: str = "GET", step: str = "") -> JobStatus:
+        """How a job stands; with POST and "/cancel", once it was called off."""
+        path = "%s/%s%s" % (self.engine.path, in_path(name), step)
+        status = status_of(self._ask(method, path))
+        if status.name != name:
+            raise CallFailed("retry", "what came is another job, " + status.name)
+        return status
+
+    def listed(self) -> Iterator[Optional[JobStatus]]:
+        """All jobs there, in whatever order; then None where the list has more and no way to it."""
+        seen: Set[str] = set()
+        cursor = ""
+        while True:
+            page = self._ask("GET", "%s?limit=100%s" % (self.engine.path, cursor), wants="data")
+            jobs = [status_of({"id": "", **an_object(entry)}) for entry in page["data"]]
+            names = {job.name for job in jobs}
+            if names and names <= seen:                 # this page is the last one again
+                yield None
+                return
+            yield from jobs
+            if not page.get("has_more", bool(jobs)):    # who does not say is asked for more
+                return
+            if not jobs:
+                raise CallFailed("retry", "a page of the provider's list is empty")
+            seen |= names
+            cursor = "&%s=%s" % (self.engine.cursor, in_path(jobs[-1].name))
+
+    def bears(self, job: JobStatus, key: str) -> Optional[bool]:
+        """Whether a job's results carry a key; None where there are none to be seen."""
+        try:
+            line = next(lines_of(self._flow("GET", job.places[0])))
+        except (StopIteration, CallFailed) as failure:
+            if getattr(failure, "kind", "") == "retry":         # else they are gone, or not ours
+                raise
+            return None
+        return str(an_object(decoded(line)).get("custom_id")).startswith(key + "-")
+
+    def results(self, job: JobStatus, partly: bool, file: IO[bytes]) -> None:
+        """Write all lines that a job brought; `partly`: what can be had of them.
+
+        CallFailed: they are not whole.
+        """
+        count = 0
+        for place in job.places:
+            line = b"{}"
+            try:
+                for line in lines_of(self._flow("GET", place)):
+                    file.write(self._masked(line) + b"\n")
+                    count += 1
+            except CallFailed as failure:
+                if not partly or failure.status not in ABSENT:
+                    raise
+            if not partly and decoded(line) is None:
+                raise CallFailed("retry", "the last line of its results is cut")
+        if not partly and count < job.total("total", "processing"):
+            raise CallFailed("retry", "its results are fewer than it counts")
+        counted = job.counts.get("completed") or job.counts.get("succeeded")
+        if counted and not count and not job.errors:
+            raise CallFailed("stop", "none of its results can be had, and it counts %d; if they are "
+                             "gone for good, say --abandon %s" % (counted, job.name))
+
+    def _ask(self, method: str, path: str, kind: str = JSON_BODY, size: int = 0,
+             parts: Iterable[bytes] = (), wants: str = "id") -> Mapping[str, Any]:
+        """The JSON object that a request gives; it holds what is wanted of it."""
+        came = self._masked(b"".join(self._flow(method, path, kind, size, parts)))
+        document = an_object(decoded(came))
+        if isinstance(document.get(wants), {"id": str, "data": list}[wants]):
+            return document
+        raise CallFailed("retry", "a reply from %s without %s; is --base-url right? %s" % (
+            self._client.host, wants, self._client.mask(came.decode("utf-8", "replace"))))
+
+    def _flow(self, method: str, path: str, kind: str = JSON_BODY, size: int = 0,
+              parts: Iterable[bytes] = ()) -> Iterator[bytes]:
+        """The body of a response, part by part.  CallFailed where it holds an error."""
+        client = self._client
+        flow = client.stream(client.head(method, path, kind), size, parts)
+        response = next(flow)
+        if 200 <= response.status < 300:
+            yield from flow
+            return
+        body = b"".join(flow)
+        error = error_in(decoded(body), body.decode("utf-8", "surrogateescape"))
+        wait = retry_after({**error.waits, **response.headers}, time.time())
+        raise classify(response.status, error._replace(words=client.mask(error.words)), wait, ())
+
+    def _masked(self, data: bytes) -> bytes:
+        text = without_bom(data).decode("utf-8", "surrogateescape")
+        return self._client.mask_long(text).encode("utf-8", "surrogateescape")
+
+
+def parts_of(path: str, size: int) -> Iterator[bytes]:
+    """The first bytes of a file, part by part."""
+    with open(path, "rb") as file:
+        for place in range(0, size, PART):
+            yield file.read(min(PART, size - place))
+
+
+def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines in the parts of a file, without line feeds.  One beyond all measure comes in pieces."""
+    rest = b""
+    for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        yield from lines
+        if len(rest) > MAX_REPLY:
+            yield rest
+            rest = b""
+    if rest:
+        yield rest
+
+
+def decoded(data: bytes) -> Any:
+    """The JSON value in some bytes; None where there is none."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return LEDGER_JSON.decode(data.decode("utf-8", "surrogateescape"))
+    return None
 
 
 def without_bom(data: bytes) -> bytes:
     """The bytes without a byte order mark."""
-    return data[3:] if data.startswith(b"\xef\xbb\xbf") else data
+    if data.startswith(b"\xef\xbb\xbf"):
+        return data[3:]
+    return data
 
 
-def seconds_of(moment: str) -> float:
-    """A time of timestamp(), or of a provider, in seconds since 1970."""
-    bare = datetime.datetime.strptime(moment[:19], "%Y-%m-%dT%H:%M:%S")
-    return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
+# ---- job rows ----
+
+REQUEST: Dict[str, Any] = {             # members of a request that a job's intent holds
+    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int,
+    "fallback": bool, "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 
 
-class Collected(NamedTuple):
-    """What the lines of results came to, for one job."""
+def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
+    """An ask as a job's intent holds it until its reply comes; ask_of takes it back."""
+    return {
+        "batch": list(ask.ids),
+        "text_sha": [item.digest[:32] for item in ask.items],
+        "sources": [item.source for item in ask.items],
+        "prompt_sha": prompt_digest(prompt),
+        **dict(zip(Ask._fields[1:], ask[1:]))}
 
-    outcomes: Dict[str, Union[Reply, CallFailed]]       # by custom id
-    unknown: List[str]                                  # custom ids that nobody asked under, and lines that are none
-    repeated: List[str]                                 # custom ids that came again; if the lines differ, none counts
+
+def ask_of(request: Mapping[str, Any]) -> Ask:
+    """The ask that request_of was given, without texts: a reply is judged without them."""
+    members = zip(request["batch"], request["text_sha"], request["sources"])
+    items = tuple(Item._make(("", *member)) for member in members)
+    return Ask(items, *map(request.__getitem__, Ask._fields[1:]))
 
 
-def sorted_lines(raw: bytes, requests: Mapping[str, Any], outcome: Callable[[Mapping[str, Any]], Any]) -> Collected:
-    """Join lines of results to requests, by custom id."""
-    found: Dict[str, bytes] = {}
-    came = Collected({}, [], [])
-    for number, line in enumerate(raw.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            document = RESULT_JSON.decode(line.decode("utf-8", "surrogateescape"))
-        except (ValueError, RecursionError):
-            document = None
-        name = an_object(document).get("custom_id")
-        if not isinstance(name, str) or name not in requests or not document.keys() & {"response", "error", "result"}:
-            came.unknown.append("line %d, %s" % (number, "custom id " + shown(name) if isinstance(document, dict) else
-                                                 "which is no JSON object"))
-        elif name not in found:
-            found[name] = line
-            came.outcomes[name] = outcome(an_object(document))
+def _is_request(value: Any) -> bool:
+    """Whether a value is what request_of makes."""
+    if not (isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in REQUEST.items())
+            and value["batch"] and _fit(value["batch"], value["text_sha"]) and len(set(value["text_sha"])) == len(
+                set(value["batch"])) == len(value["sources"]) == len(value["batch"])):
+        return False
+    with contextlib.suppress(ValueError, TypeError, RecursionError):
+        keys = [None if source is None else _source_value(source) for source in value["sources"]]
+        return (min(map(len, value["batch"])) >= ID_LENGTH
+                and re.match("[0-9a-f]{12}\\Z", value["batch_id"]) is not None
+                and 0 < value["size"] < MAX_INTEGER and 0 < value["attempt"] < MAX_INTEGER
+                and not any(isinstance(key, (list, dict)) for key in keys))
+    return False
+
+
+def _is_job(row: Mapping[str, Any]) -> bool:
+    """Whether a job's row can be taken in."""
+    requests = row.get("requests", {})
+    return (row["step"] != "intent" or bool(requests)) and all(
+        name.startswith(row["key"] + "-") and _is_request(request) for name, request in requests.items()) and (
+            re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", str(row.get("at"))) is not None)
+
+
+class OpenJob(NamedTuple):
+    """A job whose results are not collected: what was to be made, and what is known of it since."""
+
+    intent: Mapping[str, Any]           # the row from before it was made, without its requests
+    packed: bytes                       # these, by custom id: a million are not held as objects
+    size: int                           # how many requests
+    items: int
+    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created, ...
+    seen: Set[int]                      # numbers of requests whose reply is on the ledger
+    failed: Set[int]                    # and of which it says that no reply came
+
+    @property
+    def key(self) -> str:
+        """What it is called on the ledger."""
+        return str(self.intent["key"])
+
+    @property
+    def name(self) -> str:
+        """What it is called where it runs; "" while that is not known."""
+        return str(self.steps.get("created", {}).get("job", ""))
+
+    @property
+    def file(self) -> str:
+        """The file of its requests at the provider; "" where there is none."""
+        return str(self.steps.get("uploaded", {}).get("file", ""))
+
+    @property
+    def called(self) -> str:
+        """What a person calls it: the file of its requests, its name, or its key."""
+        return str(self.intent.get("file") or self.name or self.key)
+
+    def requests(self) -> Dict[str, Dict[str, Any]]:
+        """Its requests by custom id."""
+        packed = self.packed
+        if zlib:
+            packed = zlib.decompress(packed)
+        return json.loads(packed)  # type: ignore[no-any-return]
+
+
+def open_job(row: Mapping[str, Any]) -> OpenJob:
+    """The job that a row intends."""
+    requests = row["requests"]
+    packed = json.dumps(requests).encode("ascii")
+    if zlib:
+        packed = zlib.compress(packed, 1)
+    items = sum(len(request["batch"]) for request in requests.values())
+    return OpenJob({**row, "requests": None}, packed, len(requests), items, {}, set(), set())
+
+
+class JobState:
+    """What is known of jobs: a second fold over the rows of a ledger.
+
+    Of one task, those that are not collected; without a task, all jobs, collected or not.
+    """
+
+    def __init__(self, task: str = "") -> None:
+        self._task = task                               # its fingerprint
+        self.jobs: Dict[str, OpenJob] = {}              # by key
+        self.names: Set[str] = set()                    # of all jobs, collected or not
+        self.lost: Set[str] = set()                     # keys whose intent is damaged or gone
+        self.runs: Dict[str, Mapping[str, Any]] = {}    # their rows
+
+    def apply(self, row: Mapping[str, Any]) -> None:
+        """Take in one row."""
+        if row["event"] == "run":
+            self.runs[row["run"]] = row
+        elif row["event"] == "job":
+            self.names.add(row.get("job", ""))
+            if self._task in ("", row["task"]):
+                self._step(row, row["key"], row["step"])
+        elif "custom_id" in row:
+            key, _, number = row["custom_id"].rpartition("-")
+            if key in self.jobs and number.isdecimal():
+                job = self.jobs[key]
+                numbers = {"attempt": job.seen}.get(row["event"], job.failed)
+                numbers.add(int(number))
+
+    def _step(self, row: Mapping[str, Any], key: str, step: str) -> None:
+        """A step of a job: intent; uploaded, created or disowned; collected or abandoned."""
+        ends = step in ("collected", "abandoned")
+        if step == "intent":
+            self.jobs[key] = open_job(row)
+        elif key in self.jobs:
+            self.jobs[key].steps[step] = row
+        elif not ends:
+            self.lost.add(key)
+        if step == "disowned" and key in self.jobs:
+            self.jobs[key].steps.pop("created", None)
+        if ends:
+            self.lost.discard(key)
+        if ends and self._task:
+            self.jobs.pop(key, None)
+
+
+# ---- results ----
+
+ORDINAL = re.compile(r"[1-9][0-9]{0,8}\Z")
+RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
+MISSING, DIFFERENT = -1, -2             # in place of where the line for a request stands
+
+
+class Results:
+    """A file of lines of results, joined to the requests of some jobs by custom id alone."""
+
+    def __init__(self, path: str, jobs: Iterable[OpenJob], say: Speaker) -> None:
+        import array
+        self._file, self._say, self._next = open(path, "rb"), say, 0
+        self.close = self._file.close
+        self._places: Dict[str, Any] = {
+            job.key: array.array("q", [MISSING]) * (job.size + 1) for job in jobs}
+        self.repeated: Counter[str] = collections.Counter()     # lines for a request that had one
+        self.found: Set[str] = set()                            # keys of jobs that have lines
+        self.unknown = 0                                        # lines that nobody asked for
+
+    def line(self, place: int) -> bytes:
+        """The line that begins at a byte."""
+        self._file.seek(place)
+        return self._file.readline(MAX_REPLY)
+
+    def join(self, name: str, stop: float = math.inf) -> Tuple[Counter[str], bytes]:
+        """Take in the lines up to a byte: how many became what, and the first of them."""
+        tally: Counter[str] = collections.Counter()
+        first = line = self.line(self._next)
+        number = 0
+        while line and self._next < stop:
+            number += 1
+            if line.strip():
+                what, words = self._joined(line)
+                note(self._say, tally, name, what, "line %d, %s" % (number, words))
+            self._next += len(line)
+            line = self.line(self._next)
+        self.unknown += tally["unknown"]
+        return tally, first
+
+    def _joined(self, line: bytes) -> Tuple[str, str]:
+        """Join one line: what became of it, and which one it is, in words."""
+        document = decoded(line)
+        if not isinstance(document, dict):
+            return "unknown", "which is no JSON object"
+        name = document.get("custom_id")
+        key, _, number = str(name).rpartition("-")
+        places = self._places.get(key, ())
+        known = ORDINAL.match(number) and int(number) < len(places)
+        if not known or not document.keys() & RESULT:
+            return "unknown", "custom id " + shown(name)
+        place = places[int(number)]
+        if place == MISSING:
+            places[int(number)] = self._next
+            self.found.add(key)
+            return "joined", ""
+        if place == DIFFERENT or self.line(place).rstrip() != line.rstrip():
+            places[int(number)] = DIFFERENT
+        self.repeated[key] += 1
+        return "repeated", str(name)
+
+    def came(self, post: Post, key: str, number: int) -> Optional[Came]:
+        """What came for a request; None where no line did."""
+        place = self._places[key][number]
+        if place == MISSING:
+            return None
+        if place == DIFFERENT:
+            return CallFailed("retry", "two different lines have this custom id; neither counts")
+        return post.came(an_object(decoded(self.line(place))))
+
+
+def note(say: Speaker, tally: Counter[str], job: str, what: str, words: str) -> None:
+    """Count what is the matter with a line or a request, and name the first ones."""
+    tally[what] += 1
+    if what != "joined" and tally[what] <= MAX_REPORTED:
+        say("%s, %s: %s" % (job, what, words))
+
+
+class Intake:
+    """Takes in what came of one job: every reply becomes a row, and what is wrong is named."""
+
+    def __init__(self, jobs: Jobs, job: OpenJob, results: Results, name: str) -> None:
+        self._jobs, self._job, self._results, self._name = jobs, job, results, name
+        self._requests = list(job.requests().items())
+        self._owner = {
+            item: name for name, request in self._requests for item in request["batch"]}
+        self._verdicts: Counter[str] = collections.Counter()        # items
+        self._tally: Counter[str] = collections.Counter()           # requests that are named
+        self._rows = 0
+
+    def take(self, **members: Any) -> bool:
+        """Record every outcome, and what is missing; whether the job is thereby collected."""
+        runner = self._jobs.runner
+        examples = set(runner.examples)
+        again = all(request["attempt"] > 1 or request["fallback"] for _, request in self._requests)
+        proven = again and runner.proven()
+        later = [number for number in range(1, self._job.size + 1) if not self._taken(number)]
+        # What fails does so by its own fault where another reply of the job is accepted, or some
+        # were before and these are only second attempts and singles, which may all fail.
+        sure = proven or self._verdicts["ok"] > 0
+        for number in later:
+            self._taken(number, True, sure)
+        if runner.code:
+            return False
+        self._end(members)
+        for code in runner.examples.keys() - examples:
+            self._jobs.say("not accepted: " + reply_words(runner.examples[code], 120))
+        if runner.in_vain():
+            runner.stop(runner.in_vain_words(), STOPPED)
         else:
-            came.repeated.append(name)
-            if found[name] != line:
-                came.outcomes[name] = CallFailed("retry", "two different lines have this custom id; neither counts")
-    return came
+            runner.confirm()
+        return True
+
+    def _taken(self, number: int, failed: bool = False, sure: bool = False) -> bool:
+        """Record what came for a request; False for a reply that is not accepted, unless `failed`."""
+        runner, job = self._jobs.runner, self._job
+        custom_id, request = self._requests[number - 1]
+        status = runner.arms[0].state.status
+        answered = any(status.get(key_of(sha), 0) & ANSWERED for sha in request["text_sha"])
+        if answered or number in job.seen or runner.code:
+            return True                 # of a collection that was cut short, or answered meanwhile
+        came, ask = self._results.came(self._jobs.post, job.key, number), ask_of(request)
+        certain = isinstance(came, CallFailed) and came.certain
+        context = {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
+        if isinstance(came, CallFailed) and came.kind == "rejected":
+            came = Reply(None, REJECTED, came.detail)
+        if not isinstance(came, Reply):
+            self._missed(number, ask, came, context)
+            return True
+        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"])
+        if ask.attempt > 1 or ask.fallback:
+            context["params"] = job.intent.get("retry_params")
+        row = judged(ask, came, runner.task, bool(job.intent.get("strict")), context)
+        if row["verdict"] != "ok" and not failed:
+            return False
+        runner.record(row, row_parts(row), certain, sure)
+        runner.tally.update(calls=1, replies=1)
+        self._rows += 1
+        self._verdicts[row["verdict"]] += len(ask.items)
+        if {self._owner.get(item, custom_id) for item in row.get("extra", ())} - {custom_id}:
+            self._note("crossed", number)
+        return True
+
+    def _missed(self, number: int, ask: Ask, failure: Optional[CallFailed],
+                context: Mapping[str, Any]) -> None:
+        """Record that no reply came for a request, unless the ledger says so."""
+        self._verdicts["no reply"] += len(ask.items)
+        if failure is None:
+            failure = CallFailed("retry", "the results hold no line for it")
+            self._note("missing", number)
+        else:
+            self._note("errored", number, ": " + failure.detail)
+        if number not in self._job.failed:
+            self._jobs.runner.append_failure(ask, failure, **context)
+            self._rows += 1
+
+    def _note(self, what: str, number: int, words: str = "") -> None:
+        custom_id, request = self._requests[number - 1]
+        words = "%s (%s)%s" % (custom_id, ", ".join(request["batch"]), words)
+        note(self._jobs.say, self._tally, "job " + self._name, what, words)
+
+    def _end(self, members: Mapping[str, Any]) -> None:
+        """The job is collected: say and write what it came to."""
+        jobs, job, name, lost = self._jobs, self._job, self._name, self._verdicts["no reply"]
+        jobs.runner.tally["unanswered"] += lost
+        if not self._rows and "collected" in job.steps:
+            jobs.say("job %s: nothing new, its results were collected before" % name)
+            return
+        jobs.step("collected", job, job=name, items=job.items, unknown=self._results.unknown,
+                  repeated=self._results.repeated[job.key], crossed=self._tally["crossed"],
+                  missing=self._tally["missing"], errored=self._tally["errored"], **members)
+        jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
+            name, job.items, job.items - lost, counts(self._verdicts)))
 
 
-Request = Tuple[Dict[str, Any], Dict[str, Any]]         # what the ledger holds of it, and the body of the call
+class Jobs:
+    """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
-
-class Rounds:
-    """Drives plans by jobs: a round is all that is to be asked now, and it is collected before the next begins."""
-
-    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, say: Speaker) -> None:
+    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+                 ledger: Ledger, say: Speaker) -> None:
         assert runner.model.jobs is not None
-        self.runner, self.state, self.say, self._jobs = runner, runner.arms[0].state, say, runner.model.jobs
-        self._header, self._ledger, self._round, self._fruitless = header, ledger, 0, 0
-        self._troubles = 0                      # failures in a row of what only looks
-        runner.ledger, runner.deadline = ledger, time.monotonic() + (runner.options.deadline or math.inf)
-        self._only: Optional[Set[int]] = None           # texts that this command has asked about
-        self.noted: Set[str] = set()                    # custom ids of which the ledger says that no reply came
+        self.runner, self.say, self.post = runner, say, runner.model.jobs
+        self._header, self._state, self._ledger = header, state, ledger
+        self._round = self._ordinal = self._fruitless = 0
+        self._again = False             # what is asked was asked, by this command or before
+        self._only: Set[int] = set()    # under --limit, the texts asked about
+        runner.ledger = ledger
+        runner.deadline = time.monotonic() + (runner.options.deadline or math.inf)
 
     # ---- the rounds ----
 
-    def run(self) -> bool:
-        """Go on until nothing is to be asked, or only waited for; whether what is left is to be asked online."""
+    def run(self) -> None:
+        """Go on until nothing is to be asked by jobs, or only waited for."""
         before = self.runner.catch_signals()
         try:
-            with self.runner.lock:              # there are no other threads; what is called expects it to be held
+            with self.runner.lock:      # there are no other threads; what is called expects it held
                 self.decided_by_hand()
-                return self._rounds()
+                while self._collected() and self._submitted():
+                    pass
         finally:
             self.say.live("")
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _rounds(self) -> bool:
-        online = self.runner.options.finish == "online"
-        while self._collected():
-            asks = self.asks()
-            fresh = [ask for ask in asks if ask.attempt == 1 and not ask.fallback]
-            if not asks or (online and not fresh):
-                return bool(asks)
-            self._submit(fresh if online else asks)
-        return False
-
     def _collected(self) -> bool:
         """Finish the jobs that are open; whether to go on."""
-        runner, jobs, came = self.runner, list(self.state.jobs.values()), self.runner.tally["replies"]
+        runner, jobs = self.runner, list(self._state.jobs.values())
+        came = runner.tally["replies"]
         for job in jobs:
             if not runner.code:
                 self._finish(job)
-        self._fruitless = self._fruitless + 1 if (jobs or self._round) and runner.tally["replies"] == came else 0
+        if runner.tally["replies"] > came:
+            self._fruitless = 0
+        elif jobs or self._round:
+            self._fruitless += 1
         if self._fruitless == TRIES:
             runner.stop("%d rounds of jobs brought no reply" % TRIES, STOPPED)
         return not runner.code
 
+    def _submitted(self) -> bool:
+        """Make jobs of all that is to be asked now; whether there was any."""
+        asks = self.asks()
+        if self.runner.options.finish == "online":
+            asks = (ask for ask in asks if ask.attempt == 1 and not ask.fallback)
+        made = False
+        for job in self.intents(asks, "provider"):
+            self._make(job, True)
+            made = True
+        return made and not self.runner.code
+
     def decided_by_hand(self) -> None:
-        """What a person says of jobs that the program cannot decide about: --adopt and --abandon."""
-        options, jobs = self.runner.options, self.state.jobs
-        undecided = [key for key, job in jobs.items() if not job.name]
-        if options.adopt and len(undecided) != 1:
-            raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
-                options.adopt, len(undecided), self._ledger.path))
+        """What a person says of jobs that the program cannot decide about."""
+        options, jobs, path = self.runner.options, self._state.jobs, self._ledger.path
         if options.adopt:
-            self._adopt(jobs[undecided[0]], options.adopt)
-        named = [key for key, job in jobs.items() if options.abandon in (key, job.name)]
-        if options.abandon and not named:
-            raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
-                options.abandon, self._ledger.path, ", ".join(job.name or key for key, job in jobs.items()) or "none"))
-        for key in named if options.abandon else ():
-            self.step("abandoned", key, detail="by hand")
-        # Who asks for a part, or again for what is in quarantine, gets that once, and not anew in each round.
-        self._only = self._keys(job.intent for job in jobs.values()) or None
+            undecided = [job for job in jobs.values() if not job.name]
+            if len(undecided) != 1:
+                raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
+                    options.adopt, len(undecided), path))
+            self._adopt(undecided[0], options.adopt)
+        if options.abandon:
+            named = [job for job in jobs.values()
+                     if options.abandon in (job.key, job.name, job.called)]
+            for job in named:
+                self._abandon(job)
+            if not named:
+                raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
+                    options.abandon, path, ", ".join({job.called for job in jobs.values()}) or "none"))
+        # Who asks for a part, or again for what is in quarantine, gets that once, not each round.
+        self._again = bool(jobs)
+        if options.limit:
+            self._only.update(key_of(sha) for job in jobs.values()
+                              for request in job.requests().values() for sha in request["text_sha"])
 
     def _adopt(self, job: OpenJob, name: str) -> None:
         """Take a person's word for it that a job is ours, where nothing speaks against it."""
-        key, requests = job.intent["key"], job.intent["requests"]
         try:
-            news = self._call(lambda: self._jobs.news(name))
+            status = self._call(lambda: self.post.status(name))
         except CallFailed as failure:
             raise HarnessError("--adopt %s: %s; check the name" % (name, failure.detail))
-        file = job.steps.get("uploaded", {}).get("file")
-        other = self._jobs.engine.files and news.key != key and news.file != file
-        if other or name in self.state.job_names or news.total("completed", "failed") not in (0, len(requests)):
-            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (name, news.words()))
-        self.step("created", key, job=name, by_hand=True)
+        foreign = self.post.engine.files and not self._is(job, status)
+        fits = status.total("completed", "failed") in (0, job.size)
+        if foreign or not fits or name in self._state.names:
+            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (
+                name, status.words()))
+        self.step("created", job, job=name, by_hand=True)
+
+    @staticmethod
+    def _is(job: OpenJob, status: JobStatus) -> bool:
+        """Whether a job there is ours, by the key or the file that it names."""
+        return status.key == job.key or status.file == job.file
+
+    def _abandon(self, job: OpenJob) -> None:
+        """Give a job up for good, and call it off at its provider."""
+        words = "its requests may go on where they were sent"
+        if job.name and self.runner.options.batch_api:
+            cancel = functools.partial(self.post.status, job.name, "POST", "/cancel")
+            try:
+                words = "the provider was told to cancel it: " + self._call(cancel).words()
+            except CallFailed as failure:
+                words = "it could not be cancelled, and may go on and cost: " + failure.detail
+        self.say("job %s is abandoned; %s" % (job.called, words))
+        self.step("abandoned", job, detail="by hand")
+
+    # ---- what is to be asked ----
 
     def pending(self) -> Pending:
         """What is to be asked now."""
-        options, state = self.runner.options, self.state
-        again = self._round or self._only is not None
-        if again:
+        arm, options = self.runner.arms[0], self.runner.options
+        status, part = arm.state.status, self._again and bool(options.limit)
+        for key, flags in status.items():
+            status[key] = flags & ~TAKEN
+            if part and key not in self._only:
+                status[key] = flags | TAKEN
+        if self._again:
             options = options._replace(limit=None, retry_quarantined=False)
-        only = self._only if again and self.runner.options.limit else None
-        for key, flags in state.status.items():
-            state.status[key] = flags & ~TAKEN if only is None or key in only else flags | TAKEN
-        return Pending(self.runner.arms[0].source, state, self.runner.arms[0].size, options)
+        return Pending(arm.source, arm.state, arm.size, options)
 
-    def asks(self) -> List[Ask]:
+    def left(self) -> int:
+        """How many calls are to be made now."""
+        return sum(len(flight.first) for flight in self.pending().flights())
+
+    def asks(self) -> Iterator[Ask]:
         """All calls that are to be made now."""
-        asks = [ask for flight in self.pending().flights() for _, ask in flight.first]
-        self._only = (self._only or set()) | {key_of(item.digest) for ask in asks for item in ask.items}
+        pending = self.pending()
+        self._again = True
         self._round += 1
-        return asks
+        for flight in pending.flights():
+            for _, ask in flight.first:
+                if self.runner.options.limit:
+                    self._only.update(key_of(item.digest) for item in ask.items)
+                yield ask
+
+    def intents(self, asks: Iterator[Ask], engine: str, **members: Any) -> Iterator[OpenJob]:
+        """Asks as jobs, each of as many as one can take, on the ledger before they are made."""
+        runner = self.runner
+        for ask in asks:
+            if runner.code:
+                return
+            self._ordinal += 1
+            marks = "%s\n%d\n%d" % (runner.run_id, self._round, self._ordinal)
+            key = hashlib.sha256(marks.encode("ascii")).hexdigest()[:24]
+            requests: Dict[str, Dict[str, Any]] = {}
+            lines = self._lines(itertools.chain([ask], asks), key, requests)
+            self._write(self.evidence(key, "requests"), lines)
+            self._write(self.evidence(key, "manifest"), self._manifest(requests))
+            runner.begin(self._header)
+            self.step("intent", None, key=key, engine=engine, round=self._round,
+                      ordinal=self._ordinal, requests=requests,
+                      strict=runner.options.order == "strict" or None,
+                      retry_params=runner.retry_params, **members)
+            if key in self._state.jobs:
+                yield self._state.jobs[key]
 
     @staticmethod
-    def _keys(intents: Iterable[Mapping[str, Any]]) -> Set[int]:
-        return {key_of(sha) for intent in intents for request in intent["requests"].values()
-                for sha in request["text_sha"]}
+    def _write(path: str, lines: Iterable[bytes]) -> None:
+        write_whole(path, lambda file: file.writelines(lines), "--ledger")
 
-    def portions(self, asks: Sequence[Ask], most: int, most_bytes: float) -> Iterator[List[Request]]:
-        """Asks as requests, in groups that one job can take."""
-        runner, group, size = self.runner, [], 0    # type: Runner, List[Request], int
-        for ask in asks:
+    def _lines(self, asks: Iterator[Ask], key: str, requests: Dict[str, Any]) -> Iterator[bytes]:
+        """A line for each ask that a job can take; of which `requests` gets what is recorded."""
+        runner, size = self.runner, 0
+        for number, ask in enumerate(itertools.islice(asks, MAX_REQUESTS), 1):
             prompt = build_prompt(ask.items, runner.task, runner.prompt_head)
-            structure = runner.model.structure(ask.ids) if runner.model.structure is not None else {}
-            again = runner.retry_params if ask.attempt > 1 or ask.fallback else {}
-            body = self._jobs.endpoint.body(prompt, {**structure, **again})
-            length = len(json.dumps(body)) + 200
-            if group and (len(group) == most or size + length > most_bytes):
-                yield group
-                group, size = [], 0
-            group.append((request_of(ask, prompt), body))
-            size += length
-        if group:
-            yield group
+            extra: Dict[str, Any] = {}
+            if runner.model.structure is not None:
+                extra.update(runner.model.structure(ask.ids))
+            if ask.attempt > 1 or ask.fallback:
+                extra.update(runner.retry_params)
+            name = "%s-%d" % (key, number)
+            requests[name] = request_of(ask, prompt)
+            line = self.post.request(name, prompt, extra)
+            yield line
+            size += len(line)
+            if size > MAX_JOB_BYTES:
+                return
 
-    def intend(self, group: Sequence[Request], ordinal: int, kind: str) -> Tuple[str, List[bytes]]:
-        """Put on the ledger what is about to be made, as (its key, the lines of requests)."""
-        marks = [self.runner.run_id, str(self._round), str(ordinal), *(request["prompt_sha"] for request, _ in group)]
-        key = hashlib.sha256("\n".join(marks).encode("ascii")).hexdigest()[:24]
-        requests = {"%s-%d" % (key, number): request for number, (request, _) in enumerate(group, 1)}
-        line = self._jobs.engine.line
-        lines = [json.dumps(line(name, body)).encode("ascii") for name, (_, body) in zip(requests, group)]
-        manifest = [json.dumps({"custom_id": name, "id": id_, "text_sha": sha, "source": source,
-                                "rubric_version": self.runner.task.rubric_version}).encode("ascii")
-                    for name, request in requests.items()
-                    for id_, sha, source in zip(request["batch"], request["text_sha"], request["sources"])]
-        self._evidence(key, "requests", lines)
-        self._evidence(key, "manifest", manifest)
-        self.runner.begin(self._header)
-        self.step("intent", key, engine=kind, round=self._round, ordinal=ordinal, requests=requests,
-                  strict=self.runner.options.order == "strict" or None, retry_params=self.runner.retry_params)
-        self._ledger.sync()                     # before anything that costs money is made
-        return key, lines
+    def _manifest(self, requests: Mapping[str, Any]) -> Iterator[bytes]:
+        """A line for each item: evidence, for who joins results by hand."""
+        for name, request in requests.items():
+            for item, sha, source in zip(*map(request.get, ("batch", "text_sha", "sources"))):
+                row = {"custom_id": name, "id": item, "text_sha": sha, "source": source,
+                       "rubric_version": self.runner.task.rubric_version}
+                yield json.dumps(row).encode("ascii") + b"\n"
 
-    def step(self, step: str, key: str, **members: Any) -> None:
-        """Put a step of a job on the ledger, under the run that intended it."""
-        runner, job = self.runner, self.state.jobs.get(key)
-        run = runner.run_id if job is None else job.intent["run"]
-        runner.append_event("job", **{"run": run, "step": step, "key": key, "stage": runner.task.stage,
-                                      "task": runner.task.fingerprint, **members})
+    def step(self, step: str, about: Optional[OpenJob], **members: Any) -> None:
+        """Put a step of a job on the ledger, under the run that intended it, and on the disk."""
+        task = self.runner.task
+        row = {"at": timestamp(), "run": self.runner.run_id, "step": step, "key": "",
+               "stage": task.stage, "task": task.fingerprint, **members}
+        if about is not None:
+            row.update(run=about.intent["run"], key=about.key)
+        if self.runner.append_event("job", **row) is not None:
+            self._state.apply({"event": "job", **row})
+            self._ledger.sync()         # before anything that costs money is made
 
-    def _evidence(self, key: str, what: str, lines: Sequence[bytes]) -> None:
-        folder = os.path.splitext(self._ledger.path)[0] + "-jobs"
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise HarnessError("cannot make the folder %s: %s; make room for it" % (folder, error.strerror))
-        write_whole(os.path.join(folder, "%s-%s.jsonl" % (key, what)),
-                    lambda file: file.write(b"\n".join([*lines, b""])), "--ledger")
+    def evidence(self, key: str, what: str) -> str:
+        """Where something lies beside the ledger."""
+        return evidence(self._ledger.path, "%s-%s.jsonl" % (key, what))
 
     # ---- one job ----
 
-    def _submit(self, asks: Sequence[Ask]) -> None:
-        for ordinal, group in enumerate(self.portions(asks, self._jobs.engine.most, MAX_JOB_BYTES), 1):
-            key, lines = self.intend(group, ordinal, "provider")
-            if not self.runner.code:
-                self._make(self.state.jobs[key], lines)
-            if self.runner.code:
-                return
+    def _make(self, job: OpenJob, fresh: bool) -> None:
+        """Make the job that was intended, under its key.
 
-    def _make(self, job: OpenJob, lines: Sequence[bytes]) -> None:
-        """Make the job that was intended.  Where it is not known whether it was made, it is looked for."""
-        key, file = job.intent["key"], ""
-        try:
-            if self._jobs.engine.files:
-                file = self._patiently(lambda: self._jobs.upload(key, lines))
-                self.step("uploaded", key, file=file)
-                self._ledger.sync()
-        except CallFailed as failure:
-            self._give_up(key, failure)
-        for left in range(TRIES - 1, -1, -1):
-            if self.runner.code:                        # the last step may not be on the ledger
-                return
-            try:
-                news = self._call(lambda: self._jobs.create(key, self.runner.run_id, file, lines), True)
-            except CallFailed as failure:
-                if failure.status in NOT_MADE and (failure.kind == "stop" or not left):
-                    self._give_up(key, failure)
-                elif failure.status in NOT_MADE:        # a file that was just uploaded may not be seen yet
-                    self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
-                else:
-                    self.say("it is not known whether a job was made (%s); looking for it" % failure.detail)
-                    self._wait(failure.wait or 0.0, failure.detail)
-                    self._look_for(job)
-                    return
-            else:
-                self._made(job, news, len(lines))
-                return
-
-    def _give_up(self, key: str, failure: CallFailed) -> None:
-        self.step("abandoned", key, detail=failure.detail)
-        self.runner.stop("no job was made: " + failure.detail, STOPPED)
-
-    def _made(self, job: OpenJob, news: JobNews, count: int) -> None:
-        self.step("created", job.intent["key"], job=news.name)
-        self._ledger.sync()
-        self.say("job %s: %d requests about %d items, %s" % (
-            news.name, count, sum(len(request["batch"]) for request in job.intent["requests"].values()), news.status))
-
-    def _look_for(self, job: OpenJob) -> None:
-        """Find the job of an intent in the provider's list; that it is not there is known after two looks."""
-        key, requests = job.intent["key"], job.intent["requests"]
-        ours: Optional[JobNews] = None
-        looks = 0
-        while ours is None and looks < 2 and not self.runner.code:
-            self._wait(GRACE, "looking for a job that may have been made")
-            try:
-                ours, doubtful = self._call(functools.partial(self._found, job))
-            except CallFailed as failure:
-                self._heed(failure, "the provider's list cannot be read")
-                continue
-            looks, self._troubles = 0 if doubtful else looks + 1, 0
-            if ours is None and doubtful:
-                words = "job %s may be the one that was to be made, and cannot be looked into yet" % doubtful[0]
-                if self.runner.options.no_wait:
-                    self.runner.stop("%s; wait until it ends, or say --adopt %s" % (words, doubtful[0]), WAITING)
-                self._wait(POLL, words + " (--adopt)")
-        if ours is not None:
-            self._made(job, ours, len(requests))
-        elif looks == 2:
-            self.say("no job was made of what was to be submitted; it is asked anew")
-            self.step("abandoned", key, detail="it is not in the provider's list")
-
-    def _found(self, job: OpenJob) -> Tuple[Optional[JobNews], List[str]]:
-        """The job of an intent in the provider's list, or the names of those that may be it.
-
-        Where a job carries no key, its custom ids tell, which are to be had once it has ended.
+        What may have been made is looked for first, twice: then it is submitted again, as it was.
         """
-        requests, doubtful = job.intent["requests"], []
-        file, since = job.steps.get("uploaded", {}).get("file"), seconds_of(job.intent["at"]) - SKEW
-        for news in self._jobs.listed():
-            if news.key == job.intent["key"] or (file is not None and news.file == file):
-                return news, []
-            fits = news.total() in (0, len(requests)) and (not news.made or news.made > since)
-            if not self._jobs.engine.files and fits and news.name not in self.state.job_names:
-                try:
-                    raw = self._jobs.fetch(news, False) if news.ended else b""
-                except CallFailed as failure:
-                    if failure.kind == "retry":
-                        raise
-                    raw = b""                           # its results are gone, or not ours to see
-                if sorted_lines(raw, requests, lambda line: None).outcomes:
-                    return news, []
-                doubtful += [] if raw else [news.name]
-        return None, doubtful
+        post, path = self.post, self.evidence(job.key, "requests")
+        files, there = post.engine.files, post.holds(path, job.requests())
+        looks = 0
+        if not fresh and (job.file or not files):
+            looks = 2
+        elif not there:
+            self.step("abandoned", job, detail="it was not made; its requests are gone from " + path)
+            return
+        if files and not job.file:
+            file = self.persist("no job was made", lambda troubles: post.upload(job.key, path))
+            if file is not None:
+                self.step("uploaded", job, file=file)
+        doubt = looks > 0
+
+        def attempt(troubles: int) -> JobStatus:
+            nonlocal looks, doubt
+            if looks:
+                found, hidden = self._found(job)
+                if found is not None:
+                    return found
+                looks -= 1
+            if looks:
+                detail = "looking for a job that may have been made" + hidden
+                raise CallFailed("retry", detail, wait=GRACE)
+            if not there and not files:
+                raise CallFailed("stop", "its requests are gone from %s; put that back, or say "
+                                 "--abandon %s" % (path, job.key))
+            try:
+                return post.create(job.key, job.intent["run"], job.file, path)
+            except CallFailed as failure:
+                if failure.status not in NOT_MADE:
+                    looks, doubt = 2, True
+                    failure.wait = max(GRACE, failure.wait or 0.0)
+                    failure.detail = "it is not known whether a job was made (%s); looking for it" % (
+                        failure.detail)
+                if failure.status in NO_ENGINE:
+                    failure.kind = "stop"
+                    failure.detail += "; there is no batch engine: leave --batch-api out"
+                if failure.status in NOT_MADE - {429} and troubles + 1 >= TRIES:
+                    failure.kind = "stop"       # a file that was just uploaded may not be seen before
+                raise
+
+        status = self.persist("no job was made", attempt, makes=True)
+        if status is not None:
+            self.step("created", job, job=status.name)
+            self.say("job %s: %d requests about %d items, %s" % (
+                status.name, job.size, job.items, status.status))
+        elif self.runner.code == STOPPED and not doubt:
+            self.step("abandoned", job, detail=self.runner.reason)
+
+    def _found(self, job: OpenJob) -> Tuple[Optional[JobStatus], str]:
+        """The job of an intent in the provider's list, and in words what cannot be seen of that.
+
+        NotYet: one may be it, and cannot be looked into.  Where a job carries no key, its custom
+        ids tell, which are to be had once it has ended.
+        """
+        since, doubtful = seconds_of(job.intent["at"]) - SKEW, ""
+        for count, status in enumerate(self.post.listed()):
+            if status is None:
+                return None, " (the provider lists %d jobs, and older ones cannot be seen)" % count
+            if self._is(job, status):
+                return status, ""
+            if self.post.engine.files or status.name in self._state.names:
+                continue
+            if status.made < since or status.total() not in (0, job.size):
+                continue
+            ours = status.ended and self.post.bears(status, job.key)
+            if ours:
+                return status, ""
+            if ours is None or not status.ended:
+                doubtful = status.name
+        if doubtful:
+            raise NotYet("retry", "job %s may be the one that was to be made, and cannot be looked "
+                         "into yet; wait until it ends, or say --adopt %s" % (doubtful, doubtful))
+        return None, ""
 
     def _finish(self, job: OpenJob) -> None:
         """Wait for a job, and take in what it brought."""
-        import random
+        path, status = self.evidence(job.key, "results"), None
         if not job.name:
-            self._look_for(job)
-        pause = FIRST_POLL
-        while not self.runner.code and job.name and job.intent["key"] in self.state.jobs:
-            try:
-                news = self._call(functools.partial(self._jobs.news, job.name))
-                raw = self._results(news) if news.ended else b""
-            except CallFailed as failure:
-                self._heed(failure, "job %s cannot be asked after" % job.name)
-                continue
-            self._troubles = 0
-            if news.ended:
-                self._collect(job, news, raw)
-                return
-            words = "job %s: %s" % (job.name, news.words())
-            if self.runner.options.no_wait:
-                self.runner.stop(words, WAITING)
-            self._wait(pause * (0.9 + 0.2 * random.random()), words)
-            pause = min(MAX_POLL, 1.5 * pause)
+            self._make(job, False)
 
-    def _results(self, news: JobNews) -> bytes:
-        """All lines of a job that has ended; looked at again where they are cut, or fewer than it counts."""
-        for left in range(TRIES, -1, -1):
-            try:
-                raw = self._call(functools.partial(self._jobs.fetch, news, not left))
-                counted = not news.errors and any(news.counts.get(word) for word in ("completed", "succeeded"))
-                if not left and not raw and counted:
-                    raise CallFailed("retry", "none of its results can be had, and it counts some")
-                if not left or news.total("total", "processing") <= raw.count(b"\n") + bool(raw):
-                    return raw  # type: ignore[no-any-return]
-            except CallFailed as failure:
-                if not left or self.runner.code or (failure.kind == "stop" and failure.status not in (404, 410)):
-                    raise
-            self._wait(POLL, "job %s: its results are not whole yet" % news.name)
-            news = self._call(functools.partial(self._jobs.news, news.name))
-        return b""
+        def ended(troubles: int) -> JobStatus:
+            status = self.post.status(job.name)
+            if not status.ended or self.runner.code:
+                raise NotYet("retry", "job %s: %s" % (job.name, status.words()))
+            write = functools.partial(self.post.results, status, troubles >= TRIES)
+            write_whole(path, write, "--ledger")
+            return status
 
-    def _collect(self, job: OpenJob, news: JobNews, raw: bytes) -> None:
+        if job.name:
+            status = self.persist("job %s cannot be asked after" % job.name, ended,
+                                  "; if it is gone for good, say --abandon " + job.name)
+        if status is not None:
+            with contextlib.closing(Results(path, [job], self.say)) as results:
+                self._take(job, status, results)
+
+    def _take(self, job: OpenJob, status: JobStatus, results: Results) -> None:
         """Take in what a job brought, unless it is another's."""
-        key, requests = job.intent["key"], job.intent["requests"]
-        self._evidence(key, "results", [raw])
-        came = sorted_lines(raw, requests, self._jobs.outcome)
-        if not came.outcomes and (raw or job.steps["created"].get("by_hand")):
-            self.step("disowned", key, detail="job %s holds none of the requests" % news.name)
-            self.runner.stop("job %s holds none of the requests that were submitted (but %s)" % (
-                news.name, (came.unknown or ["nothing"])[0]), STOPPED)
+        results.join("job " + job.name)
+        if not results.found and (results.unknown or job.steps["created"].get("by_hand")):
+            words = "job %s holds none of the requests that were submitted" % status.name
+            self.step("disowned", job, detail=words)
+            self.runner.stop("%s; --adopt another, or --abandon %s" % (words, job.key), STOPPED)
             return
-        if self.take_in(job, came, news.name, ended_as=news.status, counts=dict(news.counts), detail=news.errors):
-            self.say("job %s, as the provider counts: %s" % (news.name, news.words()))
-            words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % key, news.errors)
+        intake = Intake(self, job, results, status.name)
+        if intake.take(ended_as=status.status, counts=status.counts, detail=status.errors):
+            self.say("job %s, as the provider counts: %s" % (status.name, status.words()))
+            words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % job.key, status.errors)
             if words and set(re.findall(r": (\w+): ", words)) == {"token_limit_exceeded"}:
-                self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % words)
+                self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with "
+                           "--limit" % words)
             elif words:
-                self.runner.stop("job %s was refused whole: %s" % (news.name, words[:MAX_KEPT]), STOPPED)
-
-    def take_in(self, job: OpenJob, came: Collected, name: str, **members: Any) -> bool:
-        """Record every outcome, and what is missing; whether the job is thereby collected."""
-        runner, requests = self.runner, job.intent["requests"]
-        sure, shown = self._sure(job, came), set(runner.examples)
-        tally: Counter[str] = collections.Counter()
-        news = False
-        named: Dict[str, List[str]] = {"unknown": came.unknown, "repeated": came.repeated, "crossed": [], "missing": [],
-                                       "errored": []}
-        owner = {id_: other for other, request in requests.items() for id_ in request["batch"]}
-        for custom_id, request in requests.items():
-            outcome = came.outcomes.get(custom_id, CallFailed("retry", "the results hold no line for it"))
-            ask = ask_of(request)
-            flags = [self.state.status.get(key_of(item.digest), 0) for item in ask.items]
-            if custom_id in job.seen or any(flag & ANSWERED for flag in flags):
-                continue                        # of a collection that was cut short, or answered meanwhile
-            named["missing"] += [custom_id] * (custom_id not in came.outcomes)
-            certain = isinstance(outcome, CallFailed) and outcome.certain
-            if isinstance(outcome, CallFailed) and outcome.kind == "rejected":
-                outcome = Reply(None, REJECTED, outcome.detail)
-            if isinstance(outcome, Reply):
-                row = self._judged(job, ask, outcome, name, custom_id)
-                runner.record(row, row_parts(row), certain, sure)
-                runner.tally.update(calls=1, replies=1)
-                code, extra = row["verdict"], row.get("extra", ())
-                named["crossed"] += [custom_id] * any(owner.get(id_, custom_id) != custom_id for id_ in extra)
-                tally[code] += len(ask.items)
-                news = True
-            else:
-                tally["no reply"] += len(ask.items)
-                named["errored"] += [custom_id] * (custom_id in came.outcomes)
-                if custom_id not in self.noted:
-                    runner.append_failure(ask, outcome, run=job.intent["run"], custom_id=custom_id, job=name)
-                    news = True
-            if runner.code:
-                return False
-        for what, some in named.items():
-            self._name(name, what, some[:MAX_REPORTED], requests, came)
-        items = sum(len(request["batch"]) for request in requests.values())
-        runner.tally["unanswered"] += tally["no reply"] + len(came.unknown)
-        if not news and "collected" in job.steps:
-            self.say("job %s: nothing new, its results were collected before" % name)
-            return True
-        self.step("collected", job.intent["key"], run=job.intent["run"], job=name, items=items,
-                  **{what: len(some) for what, some in named.items()}, **members)
-        self.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
-            name, items, items - tally["no reply"], counts(tally)))
-        self._weigh(shown)
-        return True
-
-    def _weigh(self, shown: Set[str]) -> None:
-        """Show what was not accepted, but for the verdicts shown before; quarantine it, or stop."""
-        runner = self.runner
-        for code in runner.examples.keys() - shown:
-            self.say("not accepted: " + reply_words(runner.examples[code], 120))
-        if runner.in_vain():
-            runner.stop(runner.in_vain_words(), STOPPED)
-        else:
-            runner.confirm()
-
-    def _sure(self, job: OpenJob, came: Collected) -> bool:
-        """Whether what fails in a job fails by its own fault: another of its replies is accepted, or some were before
-        and these are only second attempts and singles, which may all fail.
-        """
-        asks = {name: ask_of(request) for name, request in job.intent["requests"].items()}
-        again = all(ask.attempt > 1 or ask.fallback for ask in asks.values())
-        strict = bool(job.intent.get("strict"))
-        return (again and self.runner.proven()) or any(
-            isinstance(outcome, Reply) and validate(asks[name].items, outcome, self.runner.task, strict).code == "ok"
-            for name, outcome in came.outcomes.items() if name in asks)
-
-    def _name(self, name: str, what: str, some: Sequence[str], requests: Mapping[str, Any], came: Collected) -> None:
-        """Say of each of some custom ids what is the matter with it."""
-        for entry in some:
-            about = " (%s)" % ", ".join(requests[entry]["batch"]) if entry in requests else ""
-            said = getattr(came.outcomes.get(entry), "detail", "") if what == "errored" else ""
-            self.say("job %s, %s: %s%s%s" % (name, what, entry, about, ": " * bool(said) + said))
-
-    def _judged(self, job: OpenJob, ask: Ask, reply: Reply, name: str, custom_id: str) -> Dict[str, Any]:
-        """The row of a reply."""
-        intent = job.intent
-        verdict = validate(ask.items, reply, self.runner.task, bool(intent.get("strict")))
-        return attempt_row(ask, reply, verdict, self.runner.task, {
-            "at": timestamp(), "run": intent["run"], "ms": None, "job": name, "custom_id": custom_id,
-            "params": intent.get("retry_params") if ask.attempt > 1 or ask.fallback else None,
-            "prompt_sha": intent["requests"][custom_id]["prompt_sha"]})
+                self.runner.stop("job %s was refused whole: %s" % (
+                    status.name, words[:MAX_KEPT]), STOPPED)
 
     # ---- patience ----
 
-    def _call(self, function: Callable[[], Any], to_its_end: bool = False) -> Any:
-        """What a function gives, in a thread of its own, so that it ends in time.  Signals and the deadline give up
-        what only looks; what makes something is waited for.
+    def persist(self, what: str, do: Callable[[int], Given], advice: str = "",
+                makes: bool = False) -> Optional[Given]:
+        """What `do` gives, which is told how often in a row it has failed.
+
+        It is tried again for as long as that may help; None once the run has been stopped.
+        `advice` is for what is not there; what `makes` something is waited for to its end.
         """
-        came: List[Tuple[Any, Optional[BaseException]]] = []
+        waits = troubles = 0
+        while not self.runner.code:
+            try:
+                return self._call(functools.partial(do, troubles), makes)
+            except CallFailed as error:
+                failure = error
+            words, most, tries = failure.detail, MAX_TROUBLES, TRIES
+            troubles += 1
+            if isinstance(failure, NotYet):
+                troubles, tries = 0, -1
+            else:
+                words = "%s: %s" % (what, words)
+            if advice and failure.status in ABSENT:
+                words, most, tries, failure.kind = words + advice, GONE, GONE, "retry"
+            if failure.kind == "stop" or troubles >= most:
+                self.runner.stop(words, STOPPED)
+            elif self.runner.options.no_wait and troubles > tries:
+                self.runner.stop(words, WAITING)
+            self._wait(failure.wait or min(MAX_POLL, POLL * 1.5 ** min(waits, 20)), words)
+            waits += 1
+        return None
+
+    def _call(self, function: Callable[[], Given], to_its_end: bool = False,
+              words: str = "waiting for the provider") -> Given:
+        """What a function gives, in a thread of its own, so that it ends in time.
+
+        Signals and the deadline give up what only looks; what makes something is waited for.
+        """
+        came: List[Given] = []
+        errors: List[BaseException] = []
+        runner, say, began = self.runner, self.say, time.monotonic()
 
         def work() -> None:
             try:
-                came.append((function(), None))
+                came.append(function())
             except BaseException as error:      # data for the main thread, which raises it
-                came.append((None, error))
-            self._jobs.close()
+                errors.append(error)
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
-            self.runner.model.tick(time.monotonic())
-            if not to_its_end and self._called_off("waiting for the provider") and thread.is_alive():
-                raise CallFailed("retry", "given up")
-        value, error = came[0]
-        if error is not None:
+            now = time.monotonic()
+            runner.model.tick(now)
+            if say.width:
+                say.live(fitting(["%s, %s" % (clock(now - began), words)], say.width - 1))
+            if runner.signals:
+                runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
+            elif now >= runner.deadline:
+                runner.stop("the --deadline has passed; " + words, WAITING)
+            if runner.code and not to_its_end and thread.is_alive():
+                raise NotYet("retry", "given up")
+        for error in errors:
             raise error
-        return value
-
-    def _patiently(self, function: Callable[[], Any]) -> Any:
-        """What a function gives that can do no harm when it is tried again."""
-        for left in range(TRIES - 1, -1, -1):
-            try:
-                return self._call(function)
-            except CallFailed as failure:
-                if not left or failure.kind == "stop" or self.runner.code:
-                    raise
-                self._wait(failure.wait or BACKOFF * 2 ** (TRIES - left), failure.detail)
-        return None
-
-    def _heed(self, failure: CallFailed, words: str) -> None:
-        """Of a failure that says nothing about a job: wait, or stop where no call can succeed."""
-        self._troubles += 1
-        if (failure.kind == "stop" and failure.status != 404) or self._troubles == MAX_TROUBLES:
-            self.runner.stop("%s: %s" % (words, failure.detail), STOPPED)
-        elif self.runner.options.no_wait:
-            self.runner.stop("%s now: %s" % (words, failure.detail), WAITING)
-        self._wait(failure.wait or min(MAX_POLL, POLL * self._troubles), "%s (%s)" % (words, failure.detail))
-
-    def _called_off(self, words: str) -> bool:
-        """Whether a signal or the deadline has ended the run."""
-        if self.runner.signals:
-            self.runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
-        elif time.monotonic() >= self.runner.deadline:
-            self.runner.stop("the --deadline has passed; " + words, WAITING)
-        return bool(self.runner.code)
+        return came[0]
 
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why; signals and the deadline end it."""
-        began, spoken = time.monotonic(), False
-        while not self.runner.code and time.monotonic() - began < seconds:
-            time.sleep(min(0.2, seconds))
-            self._called_off(words)
-            if self.say.width:
-                self.say.live(fitting(["%s, %s" % (clock(time.monotonic() - began), words)], self.say.width - 1))
-            elif not spoken:
-                spoken = True
-                self.say(words)
+        if self.runner.code:
+            return
+        if not self.say.width:
+            self.say(words)
+        with contextlib.suppress(NotYet):
+            self._call(lambda: time.sleep(seconds), words=words)
 
 
-def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, say: Speaker) -> Runner:
-    """A run whose calls go by jobs; with --finish online those after the first round do not.  The last runner."""
-    rounds = Rounds(runner, header, ledger, say)
-    if not rounds.run():
+def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+                ledger: Ledger, say: Speaker) -> Runner:
+    """A run whose calls go by jobs; with --finish online, not those after the first round.
+
+    The last runner.
+    """
+    jobs, left = Jobs(runner, header, state, ledger, say), 0
+    jobs.run()
+    if runner.options.finish == "online" and not runner.code:
+        left = jobs.left()
+    if not left:
         return runner
-    say("the rest is asked online: %d calls, and more where they fail" % len(rounds.asks()))
-    online = Runner(runner.task, runner.model, [rounds.pending()], runner.options)
+    say("the rest is asked online: %d calls, and more where they fail" % left)
+    online = Runner(runner.task, runner.model, [jobs.pending()], runner.options)
     online.figures, online.tally, online.deadline = runner.figures, runner.tally, runner.deadline
     online.examples = runner.examples
     online.run(ledger, header, say)
     return online
 
 
-def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], ledger: Ledger, out: Speaker) -> int:
-    """Write the requests of a round to a file, in OpenAI's batch form."""
-    rounds = Rounds(runner, header, ledger, out)
+# ---- files of requests, and of results ----
+
+def evidence(ledger: str, name: str) -> str:
+    """Where something lies beside a ledger, in a folder that is there."""
+    folder = os.path.splitext(ledger)[0] + "-jobs"
+    try:
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise HarnessError("cannot make the folder %s: %s; make room for it" % (
+            folder, error.strerror))
+    return os.path.join(folder, name)
+
+
+def read_parts(path: str) -> Iterator[bytes]:
+    """The parts of a file, or of what a gzipped one holds, without a byte order mark."""
+    try:
+        with open(path, "rb") as file:
+            stream: Any = file
+            if file.peek(2)[:2] == b"\x1f\x8b":
+                import gzip
+                stream = gzip.GzipFile(fileobj=file)
+            yield without_bom(stream.read(PART))
+            yield from iter(lambda: stream.read(PART), b"")
+    except (*NOT_READ, ImportError) as error:
+        words = getattr(error, "strerror", None) or error
+        raise HarnessError("cannot read %s: %s; check the file" % (path, words))
+
+
+def check_target(path: str) -> None:
+    """HarnessError when `emit` would write over something else than requests."""
+    if os.path.isfile(path) and b'"method": "POST"' not in next(read_parts(path))[:200]:
+        raise HarnessError("%s exists and holds no requests; name another file" % path)
+
+
+def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+                  ledger: Ledger, out: Speaker) -> int:
+    """Write the requests of a round to files, in OpenAI's batch form."""
+    jobs, options = Jobs(runner, header, state, ledger, out), runner.options
+    share, names, made = sys.maxsize, [options.file], 0
     with runner.lock:
-        rounds.decided_by_hand()
-        for key, job in runner.arms[0].state.jobs.items():
-            raise HarnessError("the results of %s are not collected; `collect` them, or --abandon %s" % (
-                job.name or "a file of requests", key))
-        group = next(rounds.portions(rounds.asks(), sys.maxsize, math.inf), None)
-        if group is None:
-            state = runner.arms[0].state
-            out("nothing to do: %d of %d items answered, %d quarantined" % tuple(map(
-                state.count, (ANSWERED, FROZEN, QUARANTINED))))
-            return closing_words(runner, state.count(ANSWERED), state.count(QUARANTINED), out)
-        key, lines = rounds.intend(group, 1, "file")
-        if runner.code:
-            return closing_words(runner, 0, 0, out)
-        try:
-            write_whole(runner.options.file, lambda file: file.write(b"\n".join([*lines, b""])), "the file")
-        except HarnessError as error:
-            rounds.step("abandoned", key, detail=str(error))
-            raise
-        rounds.step("created", key, job="file %s" % runner.options.file)
-    out("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS --ledger %s`" % (
-        len(lines), sum(len(request["batch"]) for request, _ in group), runner.options.file,
-        ledger.path))
-    return runner.code
+        jobs.decided_by_hand()
+        for job in state.jobs.values():
+            raise HarnessError("the results of %s are not collected; `collect` them, or --abandon "
+                               "%s" % (job.called, job.called))
+        count = 0
+        if options.parts > 1:
+            count = jobs.left()
+        if count:
+            share = -(-count // options.parts)
+            parts = -(-count // share)
+            root, ending = os.path.splitext(options.file)
+            names = ["%s-%d-of-%d%s" % (root, number + 1, parts, ending) for number in range(parts)]
+        for name in names:
+            check_target(name)
+        asks = jobs.asks()
+        for name in names:
+            made += emit_part(jobs, itertools.islice(asks, share), name)
+    if made:
+        return runner.code
+    tallies = [runner.arms[0].state.count(flag) for flag in (ANSWERED, FROZEN, QUARANTINED)]
+    if not runner.code:
+        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(tallies))
+    return closing_words(runner, tallies[0], tallies[2], out)
 
 
-class Emitted:
-    """What a ledger knows of the jobs that `emit` made, of those that some results name."""
+def emit_part(jobs: Jobs, asks: Iterator[Ask], path: str) -> int:
+    """Write one file of requests; how many jobs it holds."""
+    made = list(jobs.intents(asks, "file", file=path))
+    names = [jobs.evidence(job.key, "requests") for job in made]
+    if not made or jobs.runner.code:
+        return 0
+    parts = (part for name in names for part in read_parts(name))
+    try:
+        write_whole(path, lambda file: file.writelines(parts), "the file")
+    except HarnessError as error:
+        for job in made:
+            jobs.step("abandoned", job, detail=str(error))
+        raise
+    for job in made:
+        jobs.step("created", job, job="file " + path)
+    requests, items = (sum(tally) for tally in zip(*((job.size, job.items) for job in made)))
+    jobs.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
+             "--ledger %s`" % (requests, items, path, jobs.runner.options.ledger))
+    return len(made)
 
-    def __init__(self, raw: bytes) -> None:
-        self.jobs: Dict[str, OpenJob] = {}
-        self.runs: Dict[str, Mapping[str, Any]] = {}
-        self.noted: Set[str] = set()                    # custom ids of which it says that no reply came
-        self._keys = set(re.findall(rb'"custom_id"\s*:\s*"([0-9a-f]{24})-\d+"', raw))
 
-    def take(self, row: Mapping[str, Any]) -> None:
-        """Take in a row."""
-        key = row["key"] if row["event"] == "job" else str(row.get("custom_id")).rpartition("-")[0]
-        if row["event"] == "run":
-            self.runs[row["run"]] = row
-        elif row["event"] == "job" and row["step"] == "intent":
-            if key.encode("utf-8") in self._keys and row.get("engine") == "file" and row["run"] in self.runs:
-                self.jobs[key] = OpenJob(row, {}, set())
-        elif row["event"] == "job" and key in self.jobs:
-            self.jobs[key].steps[row["step"]] = row
-        elif row["event"] in ("attempt", "failure") and key in self.jobs:
-            (self.jobs[key].seen if row["event"] == "attempt" else self.noted).add(row["custom_id"])
+def copied(paths: Sequence[str], ledger: str) -> Tuple[str, List[int]]:
+    """Copy files into one beside the ledger: its path, and where each of them ends in it."""
+    digest, ends = hashlib.sha256(), []  # type: Any, List[int]
+
+    def write(file: IO[bytes]) -> None:
+        for path in paths:
+            for part in itertools.chain(read_parts(path), [b"\n"]):
+                file.write(part)
+                digest.update(part)
+            ends.append(file.tell())
+    path = evidence(ledger, "collecting-%d.jsonl" % os.getpid())
+    write_whole(path, write, "--ledger")
+    kept = evidence(ledger, "collected-%s.jsonl" % digest.hexdigest()[:24])
+    os.replace(path, kept)              # what is collected again is kept once
+    return kept, ends
+
+
+def looks_like(line: bytes) -> str:
+    """What a file that holds no results for us is, by its first line."""
+    document = decoded(line)
+    if not isinstance(document, dict):
+        return "its first line is no JSON object: " + shown(line[:80].decode("utf-8", "replace"))
+    if "method" in document or "params" in document:
+        return "it holds requests; name what the engine wrote"
+    if "custom_id" in document and document.keys() & RESULT:
+        return "its first custom_id, %s, is of no request that `emit` put on this ledger" % (
+            shown(document["custom_id"]))
+    return "its lines are no results with custom_id and response; they have " + ", ".join(
+        sorted(document)[:8])
 
 
 def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
-    files, options = ", ".join(options.files), options._replace(workers=1)
-    raw = b"\n".join(without_bom(read_whole(path)) for path in options.files)
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
-    with contextlib.closing(Ledger(options.ledger)) as ledger:
-        emitted = Emitted(raw)
-        ledger.replay(emitted.take)
-        requests = {name: request for job in emitted.jobs.values() for name, request in job.intent["requests"].items()}
-        if not requests:
-            raise HarnessError("no line of %s has the custom id of a request that `emit` put on %s; check both names"
-                               % (files, options.ledger))
-        client = Client("http://localhost", 1.0, [], "")                # never asked: it reads what others brought
-        reader = Jobs(client, Endpoint(client, APIS["chat"], {}), ENGINES["chat"])
-        came, left = sorted_lines(raw, requests, reader.outcome), 0
-        if not came.outcomes:
-            raise HarnessError("%s holds no results; name the engine's output" % files)
-        for job in emitted.jobs.values():
-            run, mine = emitted.runs[job.intent["run"]], job.intent["requests"]
-            task, model = load_task(run["task"], run["form"]), Model(run["model"], "", reader.endpoint, jobs=reader)
-            state = State(task)
-            ledger.replay(state.apply)
-            runner = Runner(task, model, [Pending(Sample(options.ledger, []), state, 1, options)], options)
-            rounds = Rounds(runner, dict, ledger, say)
-            rounds.noted = emitted.noted
+    state, left = JobState(), 0
+    with contextlib.ExitStack() as stack:
+        ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
+        ledger.replay(state.apply)
+        jobs = [job for job in state.jobs.values()
+                if job.intent.get("engine") == "file" and job.intent["run"] in state.runs]
+        path, ends = copied(options.files, options.ledger)
+        results = stack.enter_context(contextlib.closing(Results(path, jobs, say)))
+        odd = []
+        for name, end in zip(options.files, ends):
+            tally, first = results.join(name, end)
+            say("%s, lines: %s" % (name, counts(tally)))
+            if not tally["joined"] and not tally["repeated"]:
+                odd.append("%s: %s" % (name, looks_like(first)))
+        if not results.found:
+            os.remove(path)
+            raise HarnessError("no line of %s is the result of a request that `emit` put on %s; "
+                               "check both names" % (", ".join(options.files), options.ledger), odd)
+        for words in odd:
+            say(words)
+        left = results.unknown
+        for runner, job in recorders(options, ledger, state, jobs):
+            if job.key not in results.found:
+                continue
+            intake = Intake(Jobs(runner, dict, state, ledger, say), job, results,
+                            "file " + options.files[0])
             with runner.lock:
-                rounds.take_in(job, Collected(
-                    {name: outcome for name, outcome in came.outcomes.items() if name in mine}, came.unknown,
-                    [name for name in came.repeated if name in mine]), "file " + files)
-            came.unknown.clear()                                        # named once
+                intake.take()
+            results.unknown = 0         # counted once
             left += runner.tally["unanswered"] + runner.tally["quarantined"]
             if runner.code:
                 return closing_words(runner, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
-    return QUARANTINED_LEFT if left else DONE
+    if left:
+        return QUARANTINED_LEFT
+    return DONE
 
 
-def read_whole(path: str) -> bytes:
-    """The bytes of a file; HarnessError when it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise HarnessError("cannot read %s: %s; check the name" % (path, error.strerror))
+def recorders(options: Settings, ledger: Ledger, state: JobState,
+              jobs: Iterable[OpenJob]) -> Iterator[Tuple[Runner, OpenJob]]:
+    """For each job, what records its replies: under task and model of the run that asked."""
+    client = Client("http://localhost", 1.0, [], "")    # never asked: others brought the replies
+    endpoint = Endpoint(client, APIS["chat"], {})
+    post = Post(client, endpoint, ENGINES["chat"])
+    states: Dict[str, State] = {}
+    for job in jobs:
+        run = state.runs[job.intent["run"]]
+        answers = states.get(run["fingerprint"])
+        if answers is None:
+            answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
+            ledger.replay(answers.apply)
+        model = Model(run["model"], "", endpoint, jobs=post)
+        pending = Pending(Sample(options.ledger, []), answers, 1, options)
+        yield Runner(answers.task, model, [pending], options._replace(workers=1)), job
 
 
 # ==================================================================================================
@@ -6870,9 +7227,10 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("run", "--finish", "how later rounds go (default jobs)", dict(choices=("jobs", "online"))),
         ("run", "--no-wait", "leave as soon as jobs are submitted (exit code 4)", YES),
         ("run", "--adopt", "this job is the one that may have been made", dict(metavar="JOB")),
-        ("run emit", "--abandon", "never mind the results of this job: its items are asked again",
+        ("run emit", "--abandon", "cancel this job, ignore its results, ask its items again",
          dict(metavar="JOB")),
         ("emit", "file", "the requests, in OpenAI's batch form", dict(metavar="FILE")),
+        ("emit", "--parts", "write N files: FILE-1-of-N and on", dict(type=POSITIVE, metavar="N")),
         ("collect", "files", "results, in OpenAI's batch form", dict(nargs="+", metavar="FILE"))],
     "reading": [
         ("explain", "id", "an id, the beginning of one, or your own key of its first row", dict(metavar="ID")),
@@ -6986,9 +7344,8 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
     files += [os.path.realpath(options.file)] if options.command == "emit" else []
     if len(set(files)) < len(files):
         raise HarnessError("--ledger, --input, --task or the file of `emit` name one file; name another")
-    if options.command == "emit" and os.path.isfile(options.file) and b'"method": "POST"' not in read_whole(
-            options.file)[:200]:
-        raise HarnessError("%s exists and holds no requests; name another file" % options.file)
+    if options.command == "emit":
+        check_target(options.file)
     if options.baseline is not None:
         replay(options.baseline, lambda line: None)         # refused here, before anything is made, where it is none
     sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
@@ -7006,11 +7363,12 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
         arms = [Pending(asked, state if state.arm == arm else State(task, arm, state.status), size, options)
                 for arm, size in sizes]
 
-        known = len(state.status)
+        known, jobs = len(state.status), JobState(task.fingerprint)
 
         def take(row: Mapping[str, Any]) -> None:
             for pending in arms:
                 pending.state.apply(row)
+            jobs.apply(row)
         if not options.dry_run:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
             ledger.replay(take)
@@ -7019,10 +7377,10 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
         if len(state.status) > known:                           # the ledger has brought other texts
             check_collision(source, state, options.id_length)
         check_ledger(options, model, state)
-        check_jobs(options, model, state)
+        check_jobs(options, model, jobs)
         runner = Runner(task, model, arms, options)
         if ledger is not None:
-            return ask_all(runner, ledger, frozen, say, out)
+            return ask_all(runner, ledger, frozen, jobs, say, out)
         flight = next(runner.flights, None)
         if flight is not None:
             out(build_prompt(flight.first[0][1].items, task) + "\n", wrap=False)
@@ -7041,7 +7399,7 @@ def check_ledger(options: Settings, model: Model, state: State) -> None:
                            % (kinds[0], model.name, kinds[1]))
 
 
-def check_jobs(options: Settings, model: Model, state: State) -> None:
+def check_jobs(options: Settings, model: Model, state: JobState) -> None:
     """HarnessError when jobs cannot be made of this model, or open ones would be asked a second time."""
     kind = "provider" if options.batch_api else "file" if options.command == "emit" else ""
     if kind and model.jobs is None:
@@ -7057,15 +7415,15 @@ def check_jobs(options: Settings, model: Model, state: State) -> None:
     ways = {"file": "`collect` its results, or `emit` with --abandon %s",
             "provider": "say --batch-api, alone or with --abandon %s"}
     for key, job in state.jobs.items():
-        made, asked = str(job.intent.get("engine")), state.asked_of(job.intent["run"])
+        made, run = str(job.intent.get("engine")), state.runs.get(job.intent["run"], {})
+        asked = run.get("model"), run.get("host")
+        named = job.called if job.name else "a job that may have been made"
         if made == kind == "provider" and asked != (model.name, model.host):
             raise HarnessError("%s was asked of %s at %s, and this is %s at %s; take it up there first" % (
-                job.name or "a job that may have been made", *asked, model.name, model.host))
-        if made != kind and options.abandon not in (key, job.name):
-            count = sum(len(request["batch"]) for request in job.intent["requests"].values())
+                named, *asked, model.name, model.host))
+        if made != kind and options.abandon not in (key, job.name, job.called):
             raise HarnessError("%d items wait for the results of %s; %s" % (
-                count, job.name or "a job that may have been made",
-                ways.get(made, "%s") % (key if made == "file" else job.name or key)))
+                job.items, named, ways.get(made, "%s") % job.called))
 
 
 def outlook(runner: Runner, frozen: Frozen) -> str:
@@ -7108,7 +7466,7 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         first, "\n".join(lines), runner.model.host)
 
 
-def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: Speaker) -> int:
+def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
     damaged, torn = ledger.history.damaged, ledger.history.torn
@@ -7130,10 +7488,10 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, say: Speaker, out: S
         say("no --instruction given; asking: " + task.instruction)
     header = functools.partial(run_header, runner, frozen)
     if options.command == "emit":
-        return emit_requests(runner, header, ledger, out)
+        return emit_requests(runner, header, jobs, ledger, out)
     say.aside()                     # what is paid for must not wait for a terminal
     if options.batch_api:
-        runner = run_by_jobs(runner, header, ledger, say)
+        runner = run_by_jobs(runner, header, jobs, ledger, say)
     else:
         runner.run(ledger, header, say)
     say.finish()
@@ -7207,7 +7565,7 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     if code == WAITING:
         out("waiting: %s; run the same command again to go on" % reason)
     elif code:
-        out("stopped early: %s; then run the same command again to go on" % reason)
+        out("stopped early: " + reason + "; then run the same command again to go on" * ("--abandon" not in reason))
     if code:
         return code
     if quarantined and options.command == "trial":

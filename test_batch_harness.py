@@ -3569,7 +3569,7 @@ class Engine:
 
     def step_of(self, method, path):
         if method == "POST":
-            return "upload" if path.endswith("/files") else "create" if path.endswith("/batches") else "chat"
+            return "upload" if path.endswith("/files") else "create" if path.endswith("/batches") else "cancel" if path.endswith("/cancel") else "chat"
         return "list" if path.endswith("/batches") else "fetch" if path.endswith(("/content", "/results")) else "look"
 
     def handle(self, step, path, query, data):
@@ -3592,6 +3592,12 @@ class Engine:
             for job in self.jobs.values():
                 job["left"] -= 1                            # time goes by
             return 200, json.dumps({"data": [self.document(name) for name in rest[:2]], "has_more": len(rest) > 2}).encode()
+        if step == "cancel":
+            name = path.split("/")[-2]
+            self.jobs[name]["left"] = 0
+            ends = {"status": "cancelling", "processing_status": "canceling"}
+            document = self.document(name)
+            return 200, json.dumps({**document, **{word: ends[word] for word in ends if word in document}}).encode()
         name = re.search("(?:msg)?batch_[0-9]+", path)
         if not name or name.group() not in self.jobs:
             if step == "fetch" and path.split("/")[-2][:3] in ("out", "err"):
@@ -3633,13 +3639,13 @@ class Engine:
 
 
 class BatchJobs(EndpointCase):
-    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.FIRST_POLL = bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
+    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
 
-    USUAL = bh.FIRST_POLL, bh.MAX_POLL
+    USUAL = bh.POLL, bh.MAX_POLL
 
     def setUp(self):
         super().setUp()
-        for name in ("FIRST_POLL", "POLL", "MAX_POLL", "GRACE"):
+        for name in ("POLL", "MAX_POLL", "GRACE"):
             patch = mock.patch.object(bh, name, 0.05)
             patch.start()
             self.addCleanup(patch.stop)
@@ -3748,7 +3754,7 @@ class BatchJobs(EndpointCase):
                 code, out, err = self.jobs(engine, count=4)
                 self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 4, {"answered": 4}), (form, made, out, err))
                 self.assertEqual(self.steps().count("created"), 1)
-                self.assertEqual("abandoned" in self.steps(), not made)
+                self.assertNotIn("abandoned", self.steps())
                 shutil.rmtree("runs")
 
     def test_killed_at_any_step_it_makes_one_job(self):
@@ -4103,8 +4109,9 @@ class BatchJobs(EndpointCase):
             engine = self.engine()
             real = engine.handle
             engine.handle = lambda step, path, query, data, real=real, status=status: (status, b"{}") if step == "create" else real(step, path, query, data)
-            code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, engine.log.count("create")), (3, 3), out)
+            with mock.patch.object(bh, "MAX_TROUBLES", 5):
+                code, out, err = self.jobs(engine, count=4)
+            self.assertEqual((code, engine.log.count("create")), (3, 5 if status == 429 else 3), out)
             engine.handle = real
             self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
             shutil.rmtree("runs")
@@ -4183,9 +4190,9 @@ class BatchJobs(EndpointCase):
         self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
 
     def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_and_less_often(self):
-        engine, waits, real = self.engine(polls=20), [], bh.Rounds._wait
-        with mock.patch.multiple(bh, FIRST_POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
-                mock.patch.object(bh.Rounds, "_wait", lambda rounds, seconds, words: (waits.append(seconds), real(rounds, 0.0, words))[1]):
+        engine, waits, real = self.engine(polls=20), [], bh.Jobs._wait
+        with mock.patch.multiple(bh, POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
+                mock.patch.object(bh.Jobs, "_wait", lambda rounds, seconds, words: (waits.append(seconds), real(rounds, 0.0, words))[1]):
             self.assertEqual(self.jobs(engine, count=4)[0], 0)
         self.assertTrue(1.8 <= waits[0] <= 2.2 and 2.7 <= waits[1] <= 3.3, waits)
         self.assertTrue(270 <= waits[-1] <= 330, waits)
@@ -4248,7 +4255,7 @@ class BatchJobs(EndpointCase):
         self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
         self.assertEqual(self.statuses(), {"answered": 5})
         self.assertIn("nothing to do", self.emit()[1])
-        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, "ok"), (1, "not_json"), (1, "ok"), (2, "ok")])
+        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, "ok"), (1, "ok"), (1, "not_json"), (2, "ok")])
 
     def test_results_of_every_dialect_are_read(self):
         self.items_file(8)
@@ -4327,6 +4334,263 @@ class BatchJobs(EndpointCase):
         self.assertIn("nothing new", self.main("collect", "c", "--ledger", "runs/ledger.jsonl")[2])
         self.assertEqual(self.statuses(), {"answered": 10})
         self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 0)
+
+    # ---- the key is kept ----
+
+    def lagging(self, engine, creations=99, lists=99):
+        """The answers to creations are lost, and the list does not show what was made, so often."""
+        real, left = engine.handle, {"create": creations, "list": lists}
+
+        def handle(step, path, query, data):
+            status, body = real(step, path, query, data)
+            if left.get(step, 0) > 0:
+                left[step] -= 1
+                return (502, b"lost") if step == "create" else (200, b'{"data": [], "has_more": false}')
+            return status, body
+        engine.handle = handle
+
+    def test_a_lost_creation_is_submitted_again_under_its_key_until_it_is_known(self):
+        for form in ("chat", "messages"):
+            engine = self.engine(None, form)
+            self.lagging(engine)
+            with mock.patch.object(bh, "MAX_TROUBLES", 5):
+                code, out, err = self.jobs(engine, count=4)
+            self.assertEqual((code, "abandoned" in self.steps()), (3, False), err)
+            del engine.handle
+            made, uploads = len(engine.jobs), engine.log.count("upload")
+            self.assertGreater(made, 1)
+            self.items_file(1, "other.jsonl", 9)                # the input does not matter any more
+            words = [word if word != "items.jsonl" else "other.jsonl" for word in self.words(engine)]
+            self.assertEqual(self.main(*words)[0], 0)
+            self.assertEqual(self.statuses(), {"answered": 4})
+            keys = {job["metadata"]["batch_harness"] for job in engine.jobs.values() if job["metadata"]}
+            sent = {head["Idempotency-Key"] for step, head in engine.headers if step == "create"}
+            again = [job["lines"] for job in list(engine.jobs.values())[:made]]
+            self.assertEqual(again, again[:1] * made)           # the same custom ids, and texts
+            self.assertEqual(engine.log.count("upload"), uploads + (form == "chat"))   # of other.jsonl
+            self.assertEqual(len(sent), 2, (keys, sent))
+            shutil.rmtree("runs")
+
+    def test_killed_while_the_list_lags_it_keeps_key_file_and_custom_ids(self):
+        for form in ("chat", "messages"):
+            engine = self.engine(None, form)
+            self.lagging(engine, 3, 3)
+            self.items_file(4)
+            run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))],
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            self.wait_for(lambda: "list" in engine.log, "a look for the job")
+            run.kill()
+            run.wait()
+            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
+            self.assertEqual(self.steps().count("intent"), 1)
+            self.assertEqual(len({head["Idempotency-Key"] for step, head in engine.headers if step == "create"}), 1)
+            self.assertEqual(len({line["custom_id"] for job in engine.jobs.values() for line in job["lines"]}), 2)
+            self.assertLessEqual(len(engine.files), 1)
+            shutil.rmtree("runs")
+
+    def test_requests_that_are_gone_are_not_made_up(self):
+        for form in ("chat", "messages"):
+            engine = self.engine(None, form)
+            self.lagging(engine)
+            with mock.patch.object(bh, "MAX_TROUBLES", 1):
+                self.assertEqual(self.jobs(engine, count=4)[0], 3)
+            path = next(path for path in self.written() if "requests" in path)
+            text = self.read(path)
+            self.write(path, text.replace("number 3", "number 8"))
+            engine.jobs.clear()
+            del engine.handle
+            code, out, err = self.jobs(engine)
+            if form == "messages":              # the file is what would be submitted
+                self.assertEqual(code, 3)
+                self.assertIn("its requests are gone from " + path, out)
+                self.write(path, text)
+                code = self.jobs(engine)[0]
+            self.assertEqual((code, self.statuses()), (0, {"answered": 4}), out)
+            self.assertEqual((len(engine.jobs), self.steps().count("intent")), (1, 1))
+            shutil.rmtree("runs")
+        engine = self.engine()
+        engine.before = lambda step: step == "upload"
+        self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
+        shutil.rmtree("runs/ledger-jobs")
+        engine.before = lambda step: False
+        self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
+        self.assertEqual((len(engine.jobs), self.steps()[:3]), (1, ["intent", "abandoned", "intent"]))
+
+    def test_a_list_without_pages_says_what_it_cannot_show(self):
+        engine = self.engine()
+        self.lagging(engine, 1, 0)
+        real, other = engine.handle, {"lines": [], "left": 0, "metadata": None, "file": "other", "made": 1}
+
+        def handle(step, path, query, data):
+            status, body = real(step, path, "" if step == "list" else query, data)
+            page = json.loads(body) if step == "list" else {}
+            page.pop("has_more", None)
+            return status, json.dumps(page).encode() if step == "list" else body
+        engine.handle = handle
+        engine.jobs.update({"batch_%d" % number: other for number in (100, 101)})
+        code, out, err = self.jobs(engine, count=4)
+        self.assertEqual((code, self.statuses()), (0, {"answered": 4}), err)
+        self.assertIn("(the provider lists 2 jobs, and older ones cannot be seen)", err)
+
+    def test_statuses_that_say_that_no_job_was_made(self):
+        for status, words in ((405, "there is no batch engine"), (501, "there is no batch engine"), (429, "")):
+            engine, left = self.engine(), [1, 1]
+            real = engine.handle
+            engine.handle = lambda step, path, query, data: (
+                (status, b"{}") if step == "create" and left and left.pop() else real(step, path, query, data))
+            code, out, err = self.jobs(engine, count=4)
+            self.assertIn(words, out)
+            self.assertEqual((code, "list" in engine.log), (3 if words else 0, False))
+            keys = {head["Idempotency-Key"] for step, head in engine.headers if step == "create"}
+            self.assertEqual(len(keys), 1)
+            shutil.rmtree("runs")
+
+    def test_what_is_gone_for_good_is_to_be_abandoned(self):
+        for gone in ("look", "fetch"):
+            engine = self.engine()
+            real = engine.handle
+            engine.handle = lambda step, path, query, data: (
+                (404, b"{}") if step == gone else real(step, path, query, data))
+            for more in ([], ["--no-wait"]):
+                code, out, err = self.jobs(engine, *more, count=4)
+                self.assertEqual((code, len(engine.jobs)), (3, 1))
+                self.assertRegex(out, "gone for good, say --abandon batch_0\n")
+                self.assertNotIn("run the same command", out)
+            del engine.handle
+            self.assertEqual(self.jobs(engine, "--abandon", "batch_0")[0], 0)
+            self.assertEqual((len(engine.jobs), self.statuses()), (2, {"answered": 4}))
+            shutil.rmtree("runs")
+
+    def test_abandon_cancels_at_the_provider(self):
+        for form, status in (("chat", "cancelling"), ("messages", "canceling"), ("chat", "")):
+            engine = self.engine(None, form, polls=9)
+            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
+            [name], real = engine.jobs, engine.handle
+            if not status:
+                engine.handle = lambda step, path, query, data: (
+                    (409, b'{"error": {"message": "too late"}}') if step == "cancel" else real(step, path, query, data))
+            engine.polls = 1
+            code, out, err = self.jobs(engine, "--abandon", name)
+            self.assertEqual((code, engine.log.count("cancel"), self.statuses()), (0, 1, {"answered": 4}), err)
+            self.assertIn("job %s is abandoned; %s" % (
+                name, "the provider was told to cancel it: " + status if status else
+                "it could not be cancelled, and may go on and cost: HTTP 409: too late"), err)
+            shutil.rmtree("runs")
+
+    # ---- streams ----
+
+    def test_a_round_is_cut_into_jobs_and_files_into_parts_of_any_size(self):
+        for form in ("chat", "messages"):
+            engine = self.engine(None, form)
+            with mock.patch.multiple(bh, MAX_REQUESTS=3, PART=100):
+                self.assertEqual((self.jobs(engine, count=14)[0], self.statuses()), (0, {"answered": 14}))
+            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [3, 3, 1])
+            shutil.rmtree("runs")
+
+    def peak(self, *words):
+        """The most memory, in MB, that a command takes in a process of its own."""
+        if sys.platform != "linux":
+            self.skipTest("ru_maxrss is not in kB here")
+        script = self.QUICK.replace("sys.exit(bh.main(sys.argv[1:]))", "import resource; bh.MAX_REQUESTS = 500; "
+                                    "bh.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
+        self.assertEqual(done.stderr.count(b"Traceback"), 0, done.stderr)
+        return int(done.stdout.split()[-1]) / 1024
+
+    def test_neither_requests_nor_results_are_held(self):
+        self.items_file(12000)
+        emit = ["emit", "requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--labels", "good,bad"]
+        least = self.peak("audit", "--ledger", "none")
+        self.assertLess(self.peak(*emit) - least, 30)
+        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
+        self.assertEqual(len(lines), 12000)
+        with open("results.jsonl", "w") as file:
+            for line in lines[:1500]:
+                body = json.loads(completion(reply_to_prompt(line["body"]["messages"][0]["content"]) + " " * 40000))
+                file.write(json.dumps({"custom_id": line["custom_id"], "response": {"status_code": 200, "body": body}}) + "\n")
+        self.assertLess(self.peak("collect", "results.jsonl") - least, 40)
+        self.assertEqual(self.statuses(), {"answered": 1500, "pending": 10500})
+
+    # ---- files ----
+
+    def test_collect_reads_gzip_and_fireworks_counts_each_file_and_keeps_a_copy(self):
+        self.items_file(6)
+        self.emit()
+        bodies = [json.loads(completion(reply_to_prompt(json.loads(line)["body"]["messages"][0]["content"])))
+                  for line in self.read("requests.jsonl").splitlines()]
+        names = [json.loads(line)["custom_id"] for line in self.read("requests.jsonl").splitlines()]
+        flat = [json.dumps({"custom_id": name, "response": body, "error": None}) for name, body in zip(names, bodies)]
+        self.write("a.gz", gzip.compress(("\ufeff" + flat[0] + "\n").encode()) + gzip.compress(flat[1].encode()))
+        self.write("b.jsonl", flat[1] + "\n" + flat[2] + "\n{}\n")
+        code, out, err = self.main("collect", "a.gz", "b.jsonl")
+        self.assertEqual((code, self.statuses()), (1, {"answered": 6}), err)            # a line is nobody's
+        self.assertIn("a.gz, lines: joined 2\n", err)
+        self.assertIn("b.jsonl, lines: joined 1, repeated 1, unknown 1\n", err)
+        [kept] = [path for path in self.written() if "collected-" in path]
+        self.assertEqual(self.read(kept).split("\n"), [*flat[:2], *flat[1:3], "{}", "", ""])
+        self.write("c.gz", gzip.compress(b"x" * 99)[:20])
+        self.assertIn("cannot read c.gz: ", self.main("collect", "c.gz")[2])
+
+    def test_a_file_that_holds_no_results_is_described(self):
+        self.items_file(2)
+        self.emit()
+        self.answered_file()
+        for text, words in (("no JSON", "its first line is no JSON object: \"no JSON"), ("", "no JSON object"),
+                            (self.read("requests.jsonl"), "it holds requests; name what the engine wrote"),
+                            ('{"text": "x", "id": 3}', "no results with custom_id and response; they have id, text"),
+                            ('{"custom_id": "zz-1", "response": {}}', "its first custom_id, \"zz-1\", is of no request")):
+            self.write("odd.jsonl", text)
+            before = self.bytes(), self.written()
+            code, out, err = self.main("collect", "odd.jsonl")
+            self.assertEqual((code, out, self.bytes(), self.written()), (2, "", *before))
+            self.assertIn("odd.jsonl: ", err)
+            self.assertIn(words, err)
+        code, out, err = self.main("collect", "results.jsonl", "odd.jsonl")
+        self.assertEqual((code, self.statuses()), (1, {"answered": 2}))
+        self.assertIn("odd.jsonl: its first custom_id", err)
+
+    def test_requests_go_out_in_parts_that_come_back_in_any_order_and_again(self):
+        self.items_file(14)
+        with mock.patch.object(bh, "MAX_REQUESTS", 2):
+            code, out, err = self.emit("--parts", "3")
+        names = ["requests-%d-of-3.jsonl" % number for number in (1, 2, 3)]
+        self.assertEqual([len(self.read(name).splitlines()) for name in names], [3, 3, 1])
+        self.assertEqual(sorted(glob.glob("requests*")), names)
+        self.assertIn("--abandon requests-1-of-3.jsonl", self.emit("--parts", "3")[2])
+        for place, left in ((3, 12), (1, 6), (1, 6), (3, 6), (2, 0)):
+            os.replace(names[place - 1], "requests.jsonl")
+            self.answered_file()
+            os.replace("requests.jsonl", names[place - 1])
+            self.assertEqual(self.main("collect", "results.jsonl")[0], 0)
+            self.assertEqual(self.statuses()["pending"], left)
+        self.assertEqual(self.rows("runs/ledger.jsonl", "failure"), [])
+        self.assertEqual(self.main("audit")[0], 0)
+        self.items_file(4, start=20)
+        self.emit("--parts", "9")
+        self.assertEqual(len(glob.glob("requests-*-of-2.jsonl")), 2)
+        code, out, err = self.emit("--parts", "2", "--abandon", "requests-1-of-2.jsonl")
+        self.assertIn("the results of requests-2-of-2.jsonl are not collected", err)
+
+    def test_jobs_that_an_earlier_program_left_are_gone_on_with(self):
+        self.items_file(4)
+        self.emit()
+        lines = self.bytes().splitlines()
+        for number, line in enumerate(lines):           # it did not name the file, and knew other keys
+            row = json.loads(line)
+            row.pop("file", None)
+            row["prev"] = "%08x" % (zlib.crc32(lines[number - 1]) if number else 0)
+            lines[number] = json.dumps(row).encode()
+        self.write("runs/ledger.jsonl", b"\n".join([*lines, b""]))
+        shutil.rmtree("runs/ledger-jobs")
+        self.assertIn("--abandon file requests.jsonl", self.emit()[2])
+        whole = self.bytes()
+        self.answered_file()
+        self.assertEqual((self.main("collect", "results.jsonl")[0], self.statuses()), (0, {"answered": 4}))
+        self.write("runs/ledger.jsonl", whole)
+        code, out, err = self.emit("--abandon", "file requests.jsonl")
+        self.assertEqual(code, 0, err)
+        self.assertIn("2 requests about 4 items", out)
+        self.assertEqual(self.main("audit")[0], 0)
 
     def test_shards_part_the_items_and_none_is_in_two(self):
         self.items_file(40)

@@ -21,7 +21,7 @@ import test_batch_harness as tests  # noqa: E402
 KILLS = int(sys.argv[1]) if len(sys.argv) > 1 else 60           # of each kind
 SEED = int(os.environ.get("BATCH_HARNESS_SEED") or random.SystemRandom().randrange(10 ** 9))
 dice = random.Random(SEED)
-QUICK = ("import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.FIRST_POLL = bh.POLL = 0.02; bh.GRACE = 0.1; bh.BACKOFF = 0.01; "
+QUICK = ("import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.02; bh.GRACE = 0.1; bh.BACKOFF = 0.01; "
          "bh.CHUNK = 7; sys.exit(bh.main(sys.argv[1:]))" % ROOT)
 os.environ["OPENAI_API_KEY"] = tests.KEY
 
