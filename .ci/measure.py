@@ -13,19 +13,19 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # ruler -> (held: what the last landing had, the aim)
 RULERS = {
-    "tokens": (66_800, 48_000),
-    "tokens a code line": (13.0, 10.5),
-    "characters a code line": (55.2, 44),
+    "tokens": (69_100, 48_000),
+    "tokens a code line": (11.8, 10.5),
+    "characters a code line": (50.3, 44),
     "longest line": (120, 100),
     "function, median": (8, 8),
     "function, p90": (24, 26),
     "function, longest": (50, 50),
     "most arguments": (7, 6),
-    "classes": (57, 40),
-    "conditional expressions a 1000 code lines": (73, 30),
-    "lines above the trust line": (2000, 1150),
-    "functions that take the untyped options": (27, 0),
-    "test tokens": (84_500, 52_000),
+    "classes": (61, 40),
+    "conditional expressions a 1000 code lines": (47.2, 30),
+    "lines above the trust line": (1915, 1150),
+    "functions that take the untyped options": (0, 0),
+    "test tokens": (90_300, 52_000),
     "longest test line": (384, 100),
 }
 
