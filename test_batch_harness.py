@@ -1291,8 +1291,8 @@ class Ledgers(Case):
         with mock.patch.object(bh.Runner, "run", spy):
             self.run_demo("--batch-size", "4", model="demo:drop=0.3,value=0.2,empty=0.1,refuse=0.1")
         replayed = bh.State(bh.DEFAULT)
-        for line in bh.read_ledger("runs/ledger.jsonl"):
-            replayed.apply(line.row)
+        for row in bh.Log("runs/ledger.jsonl"):
+            replayed.apply(row)
         settled = {key: flags & (bh.ANSWERED | bh.QUARANTINED) for key, flags in live[0].status.items()}
         self.assertEqual({key: flags for key, flags in settled.items() if flags}, replayed.status)
         self.assertEqual((replayed.open, live[0].open), ({}, {}))
@@ -1527,8 +1527,8 @@ class Ledgers(Case):
         again = json.dumps(dict(json.loads(line), answers=dict.fromkeys(json.loads(line)["batch"], "other"), batch_id="0" * 12)).encode()
         self.write("runs/ledger.jsonl", self.bytes() + again + b"\n")
         state = bh.State(bh.DEFAULT)
-        for row in bh.read_ledger("runs/ledger.jsonl"):
-            state.apply(row.row)
+        for row in bh.Log("runs/ledger.jsonl"):
+            state.apply(row)
         self.assertEqual(state.conflicts, 2)
         rows = [json.loads(row) for row in self.main("export", "--input", "items.jsonl")[1].splitlines()]
         self.assertNotIn("other", [row["answer"] for row in rows])
@@ -3448,12 +3448,12 @@ class Runs(EndpointCase):
         dice = random.Random(SEED)
         rows = b"".join(b'{"text": "%0200x"}\n' % dice.getrandbits(800) for _ in range(3000))
         self.write("items.jsonl.gz", gzip.compress(rows))
-        real = bh.Ledger.replay
+        real = bh.Ledger.rows
 
-        def meddle(ledger, state):
+        def meddle(ledger):
             self.write("items.jsonl.gz", gzip.compress(rows)[:-50000])
-            return real(ledger, state)
-        with mock.patch.object(bh.Ledger, "replay", meddle):
+            return real(ledger)
+        with mock.patch.object(bh.Ledger, "rows", meddle):
             code, out, err = self.main("--input", "items.jsonl.gz", "--model", "demo", "--batch-size", "50")
         self.assertEqual(code, 3, out + err)
         self.assertRegex(out, r"\d+ of 3000 items answered")
@@ -3490,12 +3490,12 @@ class Runs(EndpointCase):
 
     def test_what_was_not_there_at_the_first_pass_is_not_asked(self):
         self.items_file(3)
-        real = bh.Ledger.replay
+        real = bh.Ledger.rows
 
-        def meddle(ledger, state):
+        def meddle(ledger):
             self.items_file(5)
-            return real(ledger, state)
-        with mock.patch.object(bh.Ledger, "replay", meddle):
+            return real(ledger)
+        with mock.patch.object(bh.Ledger, "rows", meddle):
             out = self.main("--input", "items.jsonl", "--model", "demo")[1]
         self.assertIn("3 of 3 items answered", out)
         self.assertIn("2 rows that were not there at first were not asked", out)
