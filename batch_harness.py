@@ -7168,8 +7168,8 @@ class Parser(argparse.ArgumentParser):
         raise HarnessError("%s; see %s --help" % (hidden, command))
 
 
-def option_type(pattern: str, words: str, convert: Callable[..., Any]) -> Dict[str, Any]:
-    """What argparse is told of a type: the groups of a match of the whole text, converted.
+def option_type(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
+    """A type for argparse: the groups of a match of the whole text, converted.
 
     Where nothing matches, or `convert` raises ValueError, the text is refused in these words.
     """
@@ -7179,7 +7179,7 @@ def option_type(pattern: str, words: str, convert: Callable[..., Any]) -> Dict[s
             if match:
                 return convert(*match.groups())
         raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
-    return {"type": parse}
+    return parse
 
 
 def duration(number: str, unit: str) -> float:
@@ -7197,208 +7197,143 @@ def shard(part: str, parts: str) -> Tuple[int, int]:
     return int(part), int(parts)
 
 
-def sizes(text: str) -> List[int]:
-    """Batch sizes, one for each arm."""
-    return [int(size) for size in text.split(",")]
-
-
-def parameter(name: str, value: str) -> Tuple[str, Any]:
-    """A name and its JSON value."""
-    return name, REPLY_JSON.decode(value)
-
-
-# What an option takes, as its help shows it -> what argparse makes of it.  Any other word is taken
-# as it stands, and one with a | is a choice.
-TAKES: Dict[str, Dict[str, Any]] = {
-    "": {"action": "store_true"},
-    "FILES": {"nargs": "+", "metavar": "FILE"},
-    "LEDGERS": {"nargs": "+", "metavar": "FILE", "action": "extend", "dest": "ledgers"},
-    "N": option_type("(0*[1-9][0-9]{0,8})", "a whole number from 1", int),
-    "1..1024": option_type(
+# What an option takes, as its help shows it -> pattern, what it is in words, the type.
+TAKES: Dict[str, Tuple[str, str, Callable[..., Any]]] = {
+    "N": ("(0*[1-9][0-9]{0,8})", "a whole number from 1", int),
+    "1..1024": (
         "0*([1-9][0-9]{0,2}|10[01][0-9]|102[0-4])",
         "a whole number from 1 to 1024", int),
-    "12..32": option_type("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int),
-    "P": option_type(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float),
-    "DURATION": option_type(
+    "12..32": ("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int),
+    "P": (r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float),
+    "DURATION": (
         r"(\d{1,7}(?:\.\d+)?)([smh]?)",
         "a duration such as 90s, 15m or 2h (at most 550h)", duration),
-    "DATE": option_type(r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str),
-    "A,B,..": option_type(
-        r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5", sizes),
-    "I/N": option_type(r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3", shard),
-    "NAME=JSON": {
-        "action": "append",
-        **option_type(
-            r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
-            'NAME=JSON, such as temperature=0.7 or stop=["x"] '
-            "(messages, model, stream and n are set for you)", parameter)},
-    "COLUMN=FIELD": {
-        "action": "append",
-        "dest": "columns",
-        **option_type("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair)},
+    "DATE": (r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str),
+    "A,B,..": (
+        r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
+        lambda text: [int(size) for size in text.split(",")]),
+    "I/N": (r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3", shard),
+    "NAME=JSON": (
+        r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
+        'NAME=JSON, such as temperature=0.7 or stop=["x"] '
+        "(messages, model, stream and n are set for you)",
+        lambda name, value: (name, REPLY_JSON.decode(value))),
+    "COLUMN=FIELD": ("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair),
 }
 
-ASKING = "run trial emit"
-READING = "report explain audit"
-INPUT = ASKING + " export " + READING
-MUST = " (required)"            # after what an option takes
-
-# group -> rows of: commands, option, what it takes, help
-OPTIONS: Dict[str, List[Tuple[str, str, str, str]]] = {
-    "ledger": [
-        (ASKING + " collect explain apply", "--ledger", "FILE",
-         "default " + LEDGER),
-        ("report export audit", "--ledger", "LEDGERS",
-         "one or several (default %s)" % LEDGER),
-    ],
-    "input": [
-        (ASKING + " export", "--input", "FILE" + MUST,
-         "JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin"),
-        (READING, "--input", "FILE",
-         "where the texts are"),
-        (INPUT, "--input-format", "|".join(sorted(READERS)),
-         "default: by the file's ending"),
-        (INPUT, "--text-field", "NAME",
-         "field or column of the text (default text)"),
-        (INPUT, "--id-field", "NAME",
-         "field of your own key (default id, where there is one)"),
-        (INPUT, "--template", "TEXT",
-         "text made of fields: '$title: ${long name}'"),
-        (INPUT, "--table", "NAME",
-         "table of an SQLite file"),
-        (INPUT, "--query", "SQL",
-         "query on an SQLite file"),
-        (INPUT, "--skip-bad", "",
-         "go on without bad rows"),
-        (INPUT, "--id-length", "12..32",
-         "hex digits of an id (default 12)"),
-        (ASKING, "--shard", "I/N",
-         "ask the I-th of N parts, by the texts' ids"),
-    ],
-    "task and model": [
-        (ASKING, "--instruction", "TEXT",
-         "what to say of each text"),
-        (ASKING, "--labels", "A,B,C",
-         "the closed list of answers"),
-        (ASKING, "--stage", "NAME",
-         "name of this pass (default main)"),
-        (ASKING, "--task", "FILE.json",
-         "instruction, fields, rubric version and stage in a file"),
-        (ASKING, "--model", "PROVIDER:NAME",
-         CHOICES),
-        (ASKING, "--base-url", "URL",
-         "of an endpoint of OpenAI's form, with its /v1"),
-        (ASKING, "--api-key-env", "NAME",
-         "variable that holds the key"),
-        (ASKING, "--param", "NAME=JSON",
-         "add to each request"),
-        (ASKING, "--timeout", "DURATION",
-         "for one call (default 300s)"),
-        (ASKING, "--max-tokens", "N",
-         "of one reply, under the name the provider has for it"),
-        (ASKING, "--structured", "",
-         "ask the endpoint for one object keyed by id, held to a schema"),
-        (ASKING, "--api-version", "DATE",
-         "of anthropic's API"),
-        (ASKING, "--workers", "1..1024",
-         "calls in flight (default 4; 1 for a model on this machine)"),
-        (ASKING, "--rpm", "N",
-         "calls a minute, at most"),
-    ],
-    "batches and policy": [
-        ("run emit", "--batch-size", "N",
-         "items a prompt (default 1)"),
-        ("trial", "--sizes", "A,B,..",
-         "batch sizes, one arm each (default 1,1,2)"),
-        ("trial", "--sample", "N",
-         "items, the same on every machine (default 300)"),
-        (ASKING, "--batch-chars", "N",
-         "characters of text a prompt, at most"),
-        (ASKING, "--order", "set|strict",
-         "strict: place i must hold id i"),
-        (ASKING, "--attempts", "N",
-         "how often a batch is asked (default 2)"),
-        (ASKING, "--on-failure", "single|split|exclude",
-         "what follows (default single)"),
-        (ASKING, "--retry-param", "NAME=JSON",
-         "change the request from the second attempt on"),
-        (ASKING, "--max-calls", "N",
-         "make at most N calls now"),
-        (ASKING, "--deadline", "DURATION",
-         "begin no call after this time"),
-        ("run trial collect", "--keep-going", "",
-         "where %d calls at first, or %d in a row, bring no acceptable reply"
-         % (AT_FIRST, IN_A_ROW)),
-        ("run emit", "--retry-quarantined", "",
-         "ask quarantined items again, each alone"),
-        ("run emit apply", "--limit", "N",
-         "at most N items (apply: rows) now"),
-        (ASKING + " apply", "--dry-run", "",
-         "call and write nothing; show the counts, and the first prompt"),
-        ("run", "--baseline", "LEDGER",
-         "another ledger that shows what the model does at size 1"),
-    ],
-    "batch jobs": [
-        ("run", "--batch-api", "",
-         "send the calls through the provider's batch engine"),
-        ("run", "--finish", "jobs|online",
-         "how later rounds go (default jobs)"),
-        ("run", "--no-wait", "",
-         "leave as soon as jobs are submitted (exit code 4)"),
-        ("run", "--adopt", "JOB",
-         "this job is the one that may have been made"),
-        ("run emit", "--abandon", "JOB",
-         "cancel this job, ignore its results, ask its items again"),
-        ("emit", "file", "FILE",
-         "the requests, in OpenAI's batch form"),
-        ("emit", "--parts", "N",
-         "write N files: FILE-1-of-N and on"),
-        ("collect", "files", "FILES",
-         "results, in OpenAI's batch form"),
-    ],
-    "reading": [
-        ("explain", "id", "ID",
-         "an id, the beginning of one, or your own key of its first row"),
-        ("report", "--max-failure", "P",
-         "of first passes (default 0.05)"),
-        ("report", "--margin", "P",
-         "of answers that may differ beyond the floor (default 0.02)"),
-        ("report", "--gold-field", "NAME",
-         "field of the input that holds the right answer"),
-        ("report", "--fail-unless-safe", "N",
-         "exit 1 unless size N is safe"),
-        ("report", "--html", "FILE",
-         "also as one page, with the first texts and answers (--input)"),
-        ("report", "--json", "",
-         "as data"),
-        ("export", "--output", "FILE",
-         ".csv, .db (SQLite) or .jsonl (default stdout)"),
-        ("export", "--raw-csv", "",
-         "leave cells that a spreadsheet would run as they are"),
-        ("export apply", "--stage", "NAME",
-         "whose answers, where the ledger holds several tasks"),
-        ("export apply", "--fingerprint", "HEX",
-         "whose answers, by the task's fingerprint"),
-    ],
-    "table": [
-        ("apply", "--database", "FILE" + MUST,
-         "of SQLite"),
-        ("apply", "--table", "NAME" + MUST,
-         "whose rows are written"),
-        ("apply", "--text-field", "COLUMN",
-         "column that holds the text (default text)"),
-        ("apply", "--id-field", "COLUMN",
-         "column that holds your own key (default id)"),
-        ("apply", "--batch-column", "COLUMN" + MUST,
-         "takes RUN/BATCH/ITEM, which decided"),
-        ("apply", "--rubric-column", "COLUMN",
-         "holds the rubric version that decided last, and takes the new one"),
-        ("apply", "--set", "COLUMN=FIELD",
-         "which column takes which field (default: those of the same name)"),
-    ],
+# group -> a line of commands, and under it their options, with what each takes: a choice of words,
+# one of TAKES or a text; one or several of them where + follows; to be given where ! does.
+OPTIONS = {
+    "ledger": """
+run trial emit collect explain apply
+    --ledger FILE               default %s
+report export audit
+    --ledger FILE+              one or several (default %s)
+""" % (LEDGER, LEDGER),
+    "input": """
+run trial emit export
+    --input FILE!               JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin
+report explain audit
+    --input FILE                where the texts are
+run trial emit export report explain audit
+    --input-format %s           default: by the file's ending
+    --text-field NAME           field or column of the text (default text)
+    --id-field NAME             field of your own key (default id, where there is one)
+    --template TEXT             text made of fields: '$title: ${long name}'
+    --table NAME                table of an SQLite file
+    --query SQL                 query on an SQLite file
+    --skip-bad                  go on without bad rows
+    --id-length 12..32          hex digits of an id (default 12)
+run trial emit
+    --shard I/N                 ask the I-th of N parts, by the texts' ids
+""" % "|".join(sorted(READERS)),
+    "task and model": """
+run trial emit
+    --instruction TEXT          what to say of each text
+    --labels A,B,C              the closed list of answers
+    --stage NAME                name of this pass (default main)
+    --task FILE.json            instruction, fields, rubric version and stage in a file
+    --model PROVIDER:NAME       %s
+    --base-url URL              of an endpoint of OpenAI's form, with its /v1
+    --api-key-env NAME          variable that holds the key
+    --param NAME=JSON           add to each request
+    --timeout DURATION          for one call (default 300s)
+    --max-tokens N              of one reply, under the name the provider has for it
+    --structured                ask the endpoint for one object keyed by id, held to a schema
+    --api-version DATE          of anthropic's API
+    --workers 1..1024           calls in flight (default 4; 1 for a model on this machine)
+    --rpm N                     calls a minute, at most
+""" % CHOICES,
+    "batches and policy": """
+run emit
+    --batch-size N              items a prompt (default 1)
+trial
+    --sizes A,B,..              batch sizes, one arm each (default 1,1,2)
+    --sample N                  items, the same on every machine (default 300)
+run trial emit
+    --batch-chars N             characters of text a prompt, at most
+    --order set|strict          strict: place i must hold id i
+    --attempts N                how often a batch is asked (default 2)
+    --on-failure single|split|exclude    what follows (default single)
+    --retry-param NAME=JSON     change the request from the second attempt on
+    --max-calls N               make at most N calls now
+    --deadline DURATION         begin no call after this time
+run trial collect
+    --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
+run emit
+    --retry-quarantined         ask quarantined items again, each alone
+run emit apply
+    --limit N                   at most N items (apply: rows) now
+run trial emit apply
+    --dry-run                   call and write nothing; show the counts, and the first prompt
+run
+    --baseline LEDGER           another ledger that shows what the model does at size 1
+""" % (AT_FIRST, IN_A_ROW),
+    "batch jobs": """
+run
+    --batch-api                 send the calls through the provider's batch engine
+    --finish jobs|online        how later rounds go (default jobs)
+    --no-wait                   leave as soon as jobs are submitted (exit code 4)
+    --adopt JOB                 this job is the one that may have been made
+run emit
+    --abandon JOB               cancel this job, ignore its results, ask its items again
+emit
+    file FILE                   the requests, in OpenAI's batch form
+    --parts N                   write N files: FILE-1-of-N and on
+collect
+    files FILE+                 results, in OpenAI's batch form
+""",
+    "reading": """
+explain
+    id ID                       an id, the beginning of one, or your own key of its first row
+report
+    --max-failure P             of first passes (default 0.05)
+    --margin P                  of answers that may differ beyond the floor (default 0.02)
+    --gold-field NAME           field of the input that holds the right answer
+    --fail-unless-safe N        exit 1 unless size N is safe
+    --html FILE                 also as one page, with the first texts and answers (--input)
+    --json                      as data
+export
+    --output FILE               .csv, .db (SQLite) or .jsonl (default stdout)
+    --raw-csv                   leave cells that a spreadsheet would run as they are
+export apply
+    --stage NAME                whose answers, where the ledger holds several tasks
+    --fingerprint HEX           whose answers, by the task's fingerprint
+""",
+    "table": """
+apply
+    --database FILE!            of SQLite
+    --table NAME!               whose rows are written
+    --text-field COLUMN         column that holds the text (default text)
+    --id-field COLUMN           column that holds your own key (default id)
+    --batch-column COLUMN!      takes RUN/BATCH/ITEM, which decided
+    --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
+    --set COLUMN=FIELD          which column takes which field (default: those of the same name)
+""",
 }
+FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}      # of other names in Settings
 
-# Two options that are not given together, and what the first one does.
+# Two options that are not given together, and what is said of the first one.
 REFUSED = (
     ("template", "text_field", "and --text-field say the same; give one of them"),
     ("table", "query", "and --query say the same; give one of them"),
@@ -7428,9 +7363,8 @@ def check_options(options: Settings) -> None:
     for name in ABOUT_JOBS:
         if given(options, name) and options.command == "run" and not options.batch_api:
             raise HarnessError("%s is about batch jobs; say --batch-api, too" % spelled(name))
-    check_twice("--param", options.param)
-    check_twice("--retry-param", options.retry_param)
-    check_twice("--set", options.columns)
+    for name in ("param", "retry_param", "columns"):
+        check_twice(spelled(name), getattr(options, name))
 
 
 def check_twice(option: str, pairs: Pairs) -> None:
@@ -7458,9 +7392,12 @@ def input_spec(options: Settings) -> InputSpec:
     template = None
     if options.template is not None:
         template = RowTemplate(options.template)
-        found = list(template.pattern.finditer(options.template))
-        named = any(match.group("named") or match.group("braced") for match in found)
-        if not named or any(match.group("invalid") is not None for match in found):
+        fields: Dict[str, str] = collections.defaultdict(str)       # the ones it asks for
+        try:
+            template.substitute(fields)
+        except ValueError:
+            fields = {}
+        if not fields:
             raise HarnessError(
                 "--template names no field, or has a $ that names none; "
                 "write $name, ${any name} or $$")
@@ -7474,9 +7411,7 @@ def input_spec(options: Settings) -> InputSpec:
 
 def chosen_task(options: Settings) -> Task:
     """The task, from the options."""
-    form = "list"
-    if options.structured:
-        form = "keyed"
+    form = "keyed" if options.structured else "list"
     if options.task is not None:
         return load_task(options.task, form)
     task: Dict[str, Any] = {}
@@ -7510,25 +7445,24 @@ def check_collision(source: Source, state: State, length: int) -> None:
 
 
 def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pending], Frozen]:
-    """The input as a first pass finds it, and what is to be asked of it at each size."""
-    sizes: List[Tuple[Optional[int], int]] = [(None, options.batch_size)]
-    if options.command == "trial":
-        sizes = list(enumerate(options.sizes))
+    """What is to be asked at each size, and the input as a first pass finds it."""
+    trial = options.command == "trial"
+    sizes = options.sizes if trial else (options.batch_size,)
+    state = State(task, 0 if trial else None)
     seen: Counter[str] = collections.Counter()
-    state = State(task, sizes[0][0])
     read, items = state.freeze(good_rows(source.rows(), source.name, options.skip_bad, seen))
     check_collision(source, state, options.id_length)
     asked: Union[Source, Sample] = source
-    if options.command == "trial":
+    if trial:
         # Digests are as good as drawn: the least of them are the same sample on every machine,
         # and their order is as good as shuffled.
         state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-        held = [row for row in source.rows()
-                if row.error is None and key_of(text_digest(row.text)) in state.status]
-        asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
-    arms = [Pending(asked, state, sizes[0][1], options)]
-    for arm, size in sizes[1:]:
-        arms.append(Pending(asked, State(task, arm, state.status), size, options))
+        held = {text_digest(row.text): row for row in source.rows()
+                if row.error is None and key_of(text_digest(row.text)) in state.status}
+        asked = Sample(source.name, [held[digest] for digest in sorted(held)])
+    arms = [Pending(asked, state, sizes[0], options)]
+    for arm in range(1, len(sizes)):
+        arms.append(Pending(asked, State(task, arm, state.status), sizes[arm], options))
     return arms, Frozen(read, items, seen["bad"])
 
 
@@ -7538,30 +7472,14 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
     model = open_model(options, task)
     options = options._replace(workers=options.workers or model.workers)
     check_files(options)
-    with contextlib.ExitStack() as stack:
-        source = stack.enter_context(contextlib.closing(Source(input_spec(options))))
+    with contextlib.closing(Source(input_spec(options))) as source:
         arms, frozen = frozen_arms(options, task, source)       # bad input leaves no ledger behind
-        state = arms[0].state
-        known = len(state.status)
-        jobs = JobState(task.fingerprint)
-        ledger = None
-        rows: Iterable[Mapping[str, Any]] = ()
-        if not options.dry_run:
-            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-            rows = ledger.rows()
-        elif os.path.exists(options.ledger):
-            rows = Log(options.ledger)
-        for row in rows:
-            jobs.apply(row)
-            for pending in arms:
-                pending.state.apply(row)
-        if len(state.status) > known:               # the ledger has brought other texts
-            check_collision(source, state, options.id_length)
-        check_ledger(options, model, state)
-        check_jobs(options, model, jobs)
         runner = Runner(task, model, arms, options)
-        if ledger is not None:
-            return ask_all(runner, ledger, frozen, jobs, say, out)
+        if not options.dry_run:
+            with contextlib.closing(Ledger(options.ledger)) as ledger:
+                jobs = taken_up(runner, source, ledger.rows())
+                return ask_all(runner, ledger, frozen, jobs, say, out)
+        taken_up(runner, source, Log(options.ledger) if os.path.exists(options.ledger) else ())
         flight = next(runner.flights, None)
         ending = "dry run: nothing is pending"
         if flight is not None:
@@ -7571,27 +7489,39 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
         return DONE
 
 
+def taken_up(runner: Runner, source: Source, rows: Iterable[Mapping[str, Any]]) -> JobState:
+    """The jobs of a ledger, whose rows are applied; HarnessError where it cannot be gone on with."""
+    state = runner.arms[0].state
+    known = len(state.status)
+    jobs = JobState(runner.task.fingerprint)
+    for row in rows:
+        jobs.apply(row)
+        for pending in runner.arms:
+            pending.state.apply(row)
+    if len(state.status) > known:                   # the ledger has brought other texts
+        check_collision(source, state, runner.options.id_length)
+    check_ledger(runner.options, runner.model, state)
+    check_jobs(runner.options, runner.model, jobs)
+    return jobs
+
+
 def check_ledger(options: Settings, model: Model, state: State) -> None:
     """HarnessError when a ledger holds what cannot be gone on with."""
     if options.command == "trial" and state.sizes not in (None, list(options.sizes)):
         raise HarnessError(
             "this ledger holds a trial of this task at --sizes %s; go on with these, "
             "or name another --ledger" % ",".join(map(str, state.sizes or ())))
-    kinds = {True: "demo", False: "real"}
-    asked = is_demo(model.name)
-    if state.demo not in (None, asked):
+    if state.demo not in (None, is_demo(model.name)):
         raise HarnessError(
-            "this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
-            % (kinds[not asked], model.name, kinds[asked]))
+            "this ledger holds %s answers, and those of --model %s do not go with them; "
+            "name another --ledger" % ("demo" if state.demo else "real", model.name))
 
 
 def check_jobs(options: Settings, model: Model, state: JobState) -> None:
     """HarnessError when this model takes no jobs, or open ones would be asked a second time."""
-    engine = ""
+    engine = "provider" if options.batch_api else ""
     if options.command == "emit":
         engine = "file"
-    elif options.batch_api:
-        engine = "provider"
     if engine and model.jobs is None:
         raise HarnessError(
             "%s has no batch engine that is known; leave --batch-api out, or `emit` a file"
@@ -7604,28 +7534,24 @@ def check_jobs(options: Settings, model: Model, state: JobState) -> None:
         made = job.intent.get("engine")
         run = state.runs.get(job.intent["run"], {})
         asked = (run.get("model"), run.get("host"))
-        named = "a job that may have been made"
-        if job.name:
-            named = job.called
+        named = job.called if job.name else "a job that may have been made"
         if made == engine == "provider" and asked != (model.name, model.host):
             raise HarnessError(
                 "%s was asked of %s at %s, and this is %s at %s; take it up there first"
                 % (named, *asked, model.name, model.host))
         if made != engine and options.abandon not in (key, job.name, job.called):
-            way = "say --batch-api, alone or with --abandon %s"
+            way = "say --batch-api, alone or"
             if made == "file":
-                way = "`collect` its results, or `emit` with --abandon %s"
-            raise HarnessError("%d items wait for the results of %s; %s" % (
-                job.items, named, way % job.called))
+                way = "`collect` its results, or `emit`"
+            raise HarnessError("%d items wait for the results of %s; %s with --abandon %s" % (
+                job.items, named, way, job.called))
 
 
 def calls_to_expect(pending: Pending) -> Tuple[int, str]:
     """How many items are to be asked at one size, and in how many calls."""
     options = pending.options
     state = pending.state
-    alone = 0                                       # each in a call of its own
-    if options.retry_quarantined:
-        alone = state.count(QUARANTINED)
+    alone = state.count(QUARANTINED) if options.retry_quarantined else 0    # a call of its own each
     asked = state.count(FROZEN) - state.count(ANSWERED) - state.count(QUARANTINED) + alone
     if options.limit:
         asked = min(asked, options.limit)
@@ -7645,72 +7571,67 @@ def calls_to_expect(pending: Pending) -> Tuple[int, str]:
 
 def outlook(runner: Runner, frozen: Frozen) -> str:
     """Rows, items, what is pending at each size, and the calls to expect."""
-    lines = ["%d rows, %d items: " % (frozen.rows, frozen.items)]
+    first = "%d rows, %d items" % (frozen.rows, frozen.items)
     if frozen.skipped:
-        lines = ["%d rows, %d items (%d bad rows skipped): " % frozen]
+        first += " (%d bad rows skipped)" % frozen.skipped
+    lines = []
     for pending in runner.arms:
         state = pending.state
-        items = state.count(FROZEN)
-        answered = state.count(ANSWERED)
-        quarantined = state.count(QUARANTINED)
+        items, answered, quarantined = map(state.count, (FROZEN, ANSWERED, QUARANTINED))
         settled = answered + quarantined
         asked, calls = calls_to_expect(pending)
         runner.tally["pending"] += asked
         if state.arm is None:
-            lines[0] += "%d answered, %d quarantined, %d pending" % (
+            first += ": %d answered, %d quarantined, %d pending" % (
                 answered, quarantined, items - settled)
             lines.append("at batch size %d: %s" % (pending.size, calls))
         else:
             lines.append("arm %d, size %d: %d of %d items settled, %s; at best it can show %s" % (
                 state.arm, pending.size, settled, items, calls, at_best(items // pending.size)))
     if runner.options.command == "trial":
-        lines[0] += "a sample of %d" % items
+        first += ": a sample of %d" % items
         lines += trial_words(runner.options.sizes)
-    lines.append(
-        "a call that brings no reply is made again; texts go to " + runner.model.host)
-    return "\n".join(lines)
+    lines.append("a call that brings no reply is made again; texts go to " + runner.model.host)
+    return "\n".join([first, *lines])
 
 
 def trial_words(sizes: Sequence[int]) -> Iterator[str]:
     """What a trial at these sizes can and cannot show."""
-    most = max(sizes)
-    yield "without any fault or difference, --sample %d would show size %d safe by the usual" \
-          " bounds" % (most * clean_calls(0.02), most)
+    yield ("without any fault or difference, --sample %d would show size %d safe by the usual "
+           "bounds" % (max(sizes) * clean_calls(0.02), max(sizes)))
     if sizes.count(1) < 2:
         yield ("size 1 stands %d times in --sizes: without 1,1 nothing says how much the model "
                "disagrees with itself, unless another ledger does" % sizes.count(1))
 
 
-def say_what_was_found(ledger: Ledger, state: State, task: Task, say: Speaker) -> None:
-    """Say what on a ledger does not count."""
+def found_words(ledger: Ledger, state: State, task: Task) -> Iterator[str]:
+    """What on a ledger does not count."""
     damaged = ledger.log.damaged
     if damaged:
-        say("%s: %d damaged lines skipped (%s); what they held is asked again" % (
-            ledger.path, len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED]))))
+        yield "%s: %d damaged lines skipped (%s); what they held is asked again" % (
+            ledger.path, len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED])))
     if ledger.log.torn is not None:
-        say("%s: the last line (%d) was cut; its call is made again" % (
-            ledger.path, ledger.log.torn))
+        yield "%s: the last line (%d) was cut; its call is made again" % (
+            ledger.path, ledger.log.torn)
     if state.conflicts:
-        say("%s: %d answers came more than once; the first one counts" % (
-            ledger.path, state.conflicts))
+        yield "%s: %d answers came more than once; the first one counts" % (
+            ledger.path, state.conflicts)
     for (stage, fingerprint), answers in state.other_tasks.items():
         if stage == task.stage and answers:
-            say("%d answers of stage %s belong to another wording of the task (%s, now %s) and do "
-                "not count" % (answers, stage, fingerprint, task.fingerprint))
+            yield ("%d answers of stage %s belong to another wording of the task (%s, now %s) and "
+                   "do not count" % (answers, stage, fingerprint, task.fingerprint))
 
 
 def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState,
             say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options = runner.options
-    state = runner.arms[0].state
-    task = runner.task
-    say_what_was_found(ledger, state, task, say)
+    for words in found_words(ledger, runner.arms[0].state, runner.task):
+        say(words)
     say(outlook(runner, frozen))
-    if options.command == "run" and options.batch_size > 1 and not is_demo(runner.model.name):
-        say_baseline(runner, say)
+    say_baseline(runner, say)
     if options.instruction is None and options.task is None:
-        say("no --instruction given; asking: " + task.instruction)
+        say("no --instruction given; asking: " + runner.task.instruction)
     header = functools.partial(run_header, runner, frozen)
     if options.command == "emit":
         return emit_requests(runner, header, jobs, ledger, out)
@@ -7724,10 +7645,8 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState,
     answered, quarantined, items = (
         sum(arm.state.count(flags) for arm in runner.arms)
         for flags in (ANSWERED, QUARANTINED, FROZEN))
-    astray = ""
-    if ledger.astray:
-        astray = " (not all on the ledger)"
-    summary = "%d of %d items answered%s, %d quarantined" % (answered, items, astray, quarantined)
+    summary = "%d of %d items answered%s, %d quarantined" % (
+        answered, items, " (not all on the ledger)" if ledger.astray else "", quarantined)
     if runner.tally["calls"]:
         out("%s, %d pending" % (summary, items - answered - quarantined))
         out(spent_words(runner))
@@ -7741,9 +7660,8 @@ def answered_words(runner: Runner) -> str:
     by = runner.arms[0].state.answered_by
     if set(by) <= {(runner.model.name, runner.arms[0].size)}:
         return ""
-    names = ", ".join("%s at size %d" % name for name in by)
-    return ("; answered by %s. Another model or size reopens nothing: to ask again, "
-            "name another --ledger" % names)
+    return ("; answered by %s. Another model or size reopens nothing: to ask again, name another "
+            "--ledger" % ", ".join("%s at size %d" % name for name in by))
 
 
 def run_header(runner: Runner, frozen: Frozen) -> Dict[str, Any]:
@@ -7784,9 +7702,11 @@ def run_header(runner: Runner, frozen: Frozen) -> Dict[str, Any]:
 
 
 def say_baseline(runner: Runner, say: Speaker) -> None:
-    """Say when no ledger that was named shows what the model does at size 1."""
+    """Say when a run of batches has no ledger that shows what the model does at size 1."""
     options = runner.options
     name = runner.model.name
+    if options.command != "run" or options.batch_size == 1 or is_demo(name):
+        return
     singles = runner.arms[0].state.singles[name]
     if options.baseline is not None and not os.path.samefile(options.baseline, options.ledger):
         base = State(runner.task)
@@ -7813,13 +7733,11 @@ def spent_words(runner: Runner) -> str:
 
 def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
-    import shlex
     options, code, reason = runner.options, runner.code, runner.reason
-    refused = ", ".join(
-        "%s %d (such as %s)" % (verdict, runner.figures.verdicts[verdict], row["batch"][0])
-        for verdict, row in runner.examples.items())
-    if refused:
-        out("replies that were not accepted: %s; `explain ID` shows one" % refused)
+    if runner.examples:
+        out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(
+            "%s %d (such as %s)" % (verdict, runner.figures.verdicts[verdict], row["batch"][0])
+            for verdict, row in runner.examples.items()))
     unfrozen = max(pending.unfrozen for pending in runner.arms)
     if unfrozen and options.command == "run":
         out("the input changed: %d rows that were not there at first were not asked; run again"
@@ -7834,43 +7752,44 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
             ", ".join("%s (%s)" % entry for entry in list(runner.left.items())[:3]))
     if code == WAITING:
         out("waiting: %s; run the same command again to go on" % reason)
-    elif code and "--abandon" in reason:
-        out("stopped early: " + reason)
     elif code:
-        out("stopped early: %s; then run the same command again to go on" % reason)
+        again = "" if "--abandon" in reason else "; then run the same command again to go on"
+        out("stopped early: " + reason + again)
     if code:
         return code
-    ledger = shlex.quote(options.ledger)
-    if quarantined:
-        words = ("quarantined items stay out of later runs; an export names them, "
-                 "`explain ID --ledger %s` says why; then --retry-quarantined")
-        if options.command == "trial":
-            words = ("quarantined items stay so in this trial; `explain ID --ledger %s` says why; "
-                     "fix that, then take another --ledger")
-        out(words % ledger)
-        code = QUARANTINED_LEFT
+    if quarantined and options.command == "trial":
+        out("quarantined items stay so in this trial; `%s` says why; fix that, then take another "
+            "--ledger" % typed("explain", "ID", "--ledger", options.ledger))
+    elif quarantined:
+        out("quarantined items stay out of later runs; an export names them, `%s` says why; then "
+            "--retry-quarantined" % typed("explain", "ID", "--ledger", options.ledger))
+    next_step = "next: python3 batch_harness.py "
     if options.command == "trial":
-        out("next: python3 batch_harness.py report --ledger " + ledger)
+        out(next_step + typed("report", "--ledger", options.ledger))
     elif answered and options.input != "-":
-        out("next: " + export_words(runner))
-    return code
+        out(next_step + typed(*export_words(runner)))
+    return QUARANTINED_LEFT if quarantined else DONE
 
 
-def export_words(runner: Runner) -> str:
-    """The command that exports what this run answered, as one would type it."""
+def typed(*words: str) -> str:
+    """Words as a shell takes them."""
     import shlex
+    return " ".join(map(shlex.quote, words))
+
+
+def export_words(runner: Runner) -> Iterator[str]:
+    """The command that exports what this run answered."""
     options = runner.options
-    words = ["python3", "batch_harness.py", "export", "--ledger", options.ledger]
+    yield from ("export", "--ledger", options.ledger)
     for name in ("input", "input_format", "text_field", "id_field", "template", "table", "query",
                  "id_length"):
         if given(options, name):
-            words += [spelled(name), str(getattr(options, name))]
+            yield from (spelled(name), str(getattr(options, name)))
     if options.skip_bad:
-        words.append("--skip-bad")
+        yield "--skip-bad"
     if runner.arms[0].state.other_tasks:
-        words += ["--fingerprint", runner.task.fingerprint]
-    words += ["--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]
-    return " ".join(map(shlex.quote, words))
+        yield from ("--fingerprint", runner.task.fingerprint)
+    yield from ("--output", os.path.splitext(options.ledger)[0] + "-answers.csv")
 
 
 def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -7886,9 +7805,7 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
             collections.deque(bad, maxlen=0)
         rows = exported(source, task, ledgers, options.id_length)
         export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
-    target = options.output
-    if target == "-":
-        target = "standard output"
+    target = "standard output" if options.output == "-" else options.output
     say("%d rows to %s: %s" % (sum(tally.values()), target, counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
         say("no text of this input has an answer on %s (a trial's are not exported); check "
@@ -7909,8 +7826,8 @@ COMMANDS: Dict[str, Tuple[str, Callable[[Settings, Speaker, Speaker], int]]] = {
 }
 
 
-def parser() -> Parser:
-    """The command line: what OPTIONS says, for each of COMMANDS."""
+def parser(typed: str) -> Parser:
+    """The command line: each of COMMANDS, and the options of the one that is typed."""
     codes = "; ".join("%d %s" % entry for entry in EXITS.items())
     top = Parser(
         prog="batch_harness", allow_abbrev=False,
@@ -7922,25 +7839,40 @@ def parser() -> Parser:
     for name, (purpose, _) in COMMANDS.items():
         command = commands.add_parser(
             name, help=purpose, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        for title, rows in OPTIONS.items():
-            group = command.add_argument_group(title)
-            for names, option, takes, words in rows:
-                if name in names.split():
-                    group.add_argument(option, help=words, **told(takes))
+        if name == typed:
+            for title, text in OPTIONS.items():
+                add_options(command.add_argument_group(title), name, text)
     return top
 
 
-def told(takes: str) -> Dict[str, Any]:
-    """What argparse is told of an option, by what it takes."""
-    word = takes.replace(MUST, "")
-    more: Dict[str, Any] = {}
-    if word:
-        more["metavar"] = word
+def add_options(group: Any, command: str, text: str) -> None:
+    """Add those of a group of OPTIONS that a command has."""
+    names = ""
+    for line in text.strip().split("\n"):
+        if not line.startswith(" "):
+            names = line
+        elif command in names.split():
+            add_option(group, *re.split("  +", line.strip()))
+
+
+def add_option(group: Any, typed: str, words: str) -> None:
+    """Add one option, with what it takes, to a group of argparse's."""
+    option, _, takes = typed.partition(" ")
+    word = takes.rstrip("!+")
+    more: Dict[str, Any] = {"metavar": word} if word else {"action": "store_true"}
+    if word in TAKES:
+        more["type"] = option_type(*TAKES[word])
     if "|" in word:
         more["choices"] = word.split("|")
-    if word != takes:
+    if "=" in word:
+        more["action"] = "append"
+    if takes.endswith("+"):
+        more.update(nargs="+", action="extend")
+    if takes.endswith("!"):
         more["required"] = True
-    return {**more, **TAKES.get(word, {})}
+    if typed in FIELDS:
+        more["dest"] = FIELDS[typed]
+    group.add_argument(option, help=words, **more)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -7958,7 +7890,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if sys.getfilesystemencoding() != "utf-8" and any(map(SURROGATE.search, words)):
             raise HarnessError(
                 "what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
-        options = Settings(**vars(parser().parse_args(words)))
+        options = Settings(**vars(parser(words[0]).parse_args(words)))
         check_options(options)
         code = COMMANDS[options.command][1](options, say, out)
         out.finish()
