@@ -7085,7 +7085,6 @@ class Applier:
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
     import sqlite3
-    check_twice("--set", options.columns)
     task = ledger_task([options.ledger], options.stage, options.fingerprint)
     columns = ", ".join(sorted(column for column, _ in options.columns) or sorted(task.fields))
     target = "%s, table %s (%s)" % (os.path.abspath(options.database), options.table, columns)
@@ -7162,24 +7161,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         """What argparse calls when the words make no sense."""
         hidden = re.sub(r"(?i)(--[\w-]*(?:key|token)[\w-]*[= ])\S+", r"\1***", message)
-        command = self.prog
-        if message.startswith("unrecognized"):
-            command += " COMMAND"
-        raise HarnessError("%s; see %s --help" % (hidden, command))
-
-
-def option_type(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """A type for argparse: the groups of a match of the whole text, converted.
-
-    Where nothing matches, or `convert` raises ValueError, the text is refused in these words.
-    """
-    def parse(text: str) -> Any:
-        match = re.match(pattern + r"\Z", text, re.S)
-        with contextlib.suppress(ValueError, RecursionError):
-            if match:
-                return convert(*match.groups())
-        raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
-    return parse
+        raise HarnessError("%s; see %s --help" % (hidden, self.prog))
 
 
 def duration(number: str, unit: str) -> float:
@@ -7188,13 +7170,6 @@ def duration(number: str, unit: str) -> float:
     if not 0 < seconds < 2e6:
         raise ValueError(number)
     return seconds
-
-
-def shard(part: str, parts: str) -> Tuple[int, int]:
-    """Which of how many parts; ValueError where there are not so many."""
-    if int(part) > int(parts):
-        raise ValueError(part)
-    return int(part), int(parts)
 
 
 # What an option takes, as its help shows it -> pattern, what it is in words, the type.
@@ -7212,7 +7187,9 @@ TAKES: Dict[str, Tuple[str, str, Callable[..., Any]]] = {
     "A,B,..": (
         r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
         lambda text: [int(size) for size in text.split(",")]),
-    "I/N": (r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3", shard),
+    "I/N": (
+        r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3",
+        lambda part, parts: (int(part), int(parts))),
     "NAME=JSON": (
         r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
         'NAME=JSON, such as temperature=0.7 or stop=["x"] '
@@ -7220,6 +7197,17 @@ TAKES: Dict[str, Tuple[str, str, Callable[..., Any]]] = {
         lambda name, value: (name, REPLY_JSON.decode(value))),
     "COLUMN=FIELD": ("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair),
 }
+
+
+def option_value(takes: str, text: str) -> Any:
+    """The value of an option that takes one of TAKES; what cannot be it is refused in words."""
+    pattern, words, convert = TAKES[takes]
+    match = re.match(pattern + r"\Z", text, re.S)
+    with contextlib.suppress(ValueError, RecursionError):
+        if match:
+            return convert(*match.groups())
+    raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
+
 
 # group -> a line of commands, and under it their options, with what each takes: a choice of words,
 # one of TAKES or a text; one or several of them where + follows; to be given where ! does.
@@ -7363,15 +7351,16 @@ def check_options(options: Settings) -> None:
     for name in ABOUT_JOBS:
         if given(options, name) and options.command == "run" and not options.batch_api:
             raise HarnessError("%s is about batch jobs; say --batch-api, too" % spelled(name))
-    for name in ("param", "retry_param", "columns"):
-        check_twice(spelled(name), getattr(options, name))
-
-
-def check_twice(option: str, pairs: Pairs) -> None:
-    """HarnessError when one name is given twice."""
-    for name, count in collections.Counter(name for name, _ in pairs).items():
-        if count > 1:
-            raise HarnessError("%s %s is given %d times; give it once" % (option, name, count))
+    part, parts = options.shard
+    if part > parts:
+        raise HarnessError("--shard %d/%d is none of its parts; count them from 1" % options.shard)
+    for option, pairs in (("--param", options.param), ("--retry-param", options.retry_param),
+                          ("--set", options.columns)):
+        names = [name for name, _ in pairs]
+        for name in names:
+            if names.count(name) > 1:
+                raise HarnessError("%s %s is given %d times; give it once" % (
+                    option, name, names.count(name)))
 
 
 def check_files(options: Settings) -> None:
@@ -7457,12 +7446,11 @@ def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pen
         # Digests are as good as drawn: the least of them are the same sample on every machine,
         # and their order is as good as shuffled.
         state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-        held = {text_digest(row.text): row for row in source.rows()
-                if row.error is None and key_of(text_digest(row.text)) in state.status}
-        asked = Sample(source.name, [held[digest] for digest in sorted(held)])
-    arms = [Pending(asked, state, sizes[0], options)]
-    for arm in range(1, len(sizes)):
-        arms.append(Pending(asked, State(task, arm, state.status), sizes[arm], options))
+        held = [row for row in source.rows()
+                if row.error is None and key_of(text_digest(row.text)) in state.status]
+        asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
+    states = [state, *(State(task, arm, state.status) for arm in range(1, len(sizes)))]
+    arms = [Pending(asked, *pair, options) for pair in zip(states, sizes)]
     return arms, Frozen(read, items, seen["bad"])
 
 
@@ -7530,21 +7518,20 @@ def check_jobs(options: Settings, model: Model, state: JobState) -> None:
         raise HarnessError(
             "the ledger holds the steps of a job, key %s, and what it was to ask is damaged or "
             "gone; go back to a copy of the ledger, or take another --ledger" % key)
+    here = "%s at %s" % (model.name, model.host)
     for key, job in state.jobs.items():
         made = job.intent.get("engine")
         run = state.runs.get(job.intent["run"], {})
-        asked = (run.get("model"), run.get("host"))
-        named = job.called if job.name else "a job that may have been made"
-        if made == engine == "provider" and asked != (model.name, model.host):
-            raise HarnessError(
-                "%s was asked of %s at %s, and this is %s at %s; take it up there first"
-                % (named, *asked, model.name, model.host))
+        there = "%s at %s" % (run.get("model"), run.get("host"))
+        if made == engine == "provider" and here != there:
+            raise HarnessError("%s was asked of %s, and this is %s; take it up there first" % (
+                job.called, there, here))
         if made != engine and options.abandon not in (key, job.name, job.called):
             way = "say --batch-api, alone or"
             if made == "file":
                 way = "`collect` its results, or `emit`"
             raise HarnessError("%d items wait for the results of %s; %s with --abandon %s" % (
-                job.items, named, way, job.called))
+                job.items, job.called, way, job.called))
 
 
 def calls_to_expect(pending: Pending) -> Tuple[int, str]:
@@ -7608,14 +7595,12 @@ def found_words(ledger: Ledger, state: State, task: Task) -> Iterator[str]:
     """What on a ledger does not count."""
     damaged = ledger.log.damaged
     if damaged:
-        yield "%s: %d damaged lines skipped (%s); what they held is asked again" % (
-            ledger.path, len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED])))
+        yield "%d damaged lines skipped (%s); what they held is asked again" % (
+            len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED])))
     if ledger.log.torn is not None:
-        yield "%s: the last line (%d) was cut; its call is made again" % (
-            ledger.path, ledger.log.torn)
+        yield "the last line (%d) was cut; its call is made again" % ledger.log.torn
     if state.conflicts:
-        yield "%s: %d answers came more than once; the first one counts" % (
-            ledger.path, state.conflicts)
+        yield "%d answers came more than once; the first one counts" % state.conflicts
     for (stage, fingerprint), answers in state.other_tasks.items():
         if stage == task.stage and answers:
             yield ("%d answers of stage %s belong to another wording of the task (%s, now %s) and "
@@ -7627,7 +7612,7 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState,
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options = runner.options
     for words in found_words(ledger, runner.arms[0].state, runner.task):
-        say(words)
+        say("%s: %s" % (ledger.path, words))
     say(outlook(runner, frozen))
     say_baseline(runner, say)
     if options.instruction is None and options.task is None:
@@ -7750,24 +7735,19 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
         reason = "%d items got no reply after %d tries, such as %s" % (
             len(runner.left), MAX_FAILURES,
             ", ".join("%s (%s)" % entry for entry in list(runner.left.items())[:3]))
-    if code == WAITING:
-        out("waiting: %s; run the same command again to go on" % reason)
-    elif code:
-        again = "" if "--abandon" in reason else "; then run the same command again to go on"
-        out("stopped early: " + reason + again)
     if code:
+        out("%s: %s%s" % (
+            "waiting" if code == WAITING else "stopped early", reason,
+            "" if "--abandon" in reason else "; run the same command again to go on"))
         return code
-    if quarantined and options.command == "trial":
-        out("quarantined items stay so in this trial; `%s` says why; fix that, then take another "
-            "--ledger" % typed("explain", "ID", "--ledger", options.ledger))
-    elif quarantined:
-        out("quarantined items stay out of later runs; an export names them, `%s` says why; then "
-            "--retry-quarantined" % typed("explain", "ID", "--ledger", options.ledger))
-    next_step = "next: python3 batch_harness.py "
-    if options.command == "trial":
-        out(next_step + typed("report", "--ledger", options.ledger))
-    elif answered and options.input != "-":
-        out(next_step + typed(*export_words(runner)))
+    trial = options.command == "trial"
+    if quarantined:
+        out("quarantined items stay out of later runs; `%s` says why; fix that, then %s" % (
+            typed("explain", "ID", "--ledger", options.ledger),
+            "take another --ledger" if trial else "--retry-quarantined"))
+    if trial or (answered and options.input != "-"):
+        words = ("report", "--ledger", options.ledger) if trial else export_words(runner)
+        out("next: python3 batch_harness.py " + typed(*words))
     return QUARANTINED_LEFT if quarantined else DONE
 
 
@@ -7861,7 +7841,7 @@ def add_option(group: Any, typed: str, words: str) -> None:
     word = takes.rstrip("!+")
     more: Dict[str, Any] = {"metavar": word} if word else {"action": "store_true"}
     if word in TAKES:
-        more["type"] = option_type(*TAKES[word])
+        more["type"] = functools.partial(option_value, word)
     if "|" in word:
         more["choices"] = word.split("|")
     if "=" in word:
