@@ -7209,21 +7209,20 @@ def option_value(takes: str, text: str) -> Any:
     raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
 
 
-# group -> a line of commands, and under it their options, with what each takes: a choice of words,
+# Groups; under each, commands; and under these their options with what each takes: a choice of words,
 # one of TAKES or a text; one or several of them where + follows; to be given where ! does.
-OPTIONS = {
-    "ledger": """
-run trial emit collect explain apply
+OPTIONS = """
+ledger:
+  run trial emit collect explain apply
     --ledger FILE               default %s
-report export audit
+  report export audit
     --ledger FILE+              one or several (default %s)
-""" % (LEDGER, LEDGER),
-    "input": """
-run trial emit export
+input:
+  run trial emit export
     --input FILE!               JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin
-report explain audit
+  report explain audit
     --input FILE                where the texts are
-run trial emit export report explain audit
+  run trial emit export report explain audit
     --input-format %s           default: by the file's ending
     --text-field NAME           field or column of the text (default text)
     --id-field NAME             field of your own key (default id, where there is one)
@@ -7232,11 +7231,10 @@ run trial emit export report explain audit
     --query SQL                 query on an SQLite file
     --skip-bad                  go on without bad rows
     --id-length 12..32          hex digits of an id (default 12)
-run trial emit
+  run trial emit
     --shard I/N                 ask the I-th of N parts, by the texts' ids
-""" % "|".join(sorted(READERS)),
-    "task and model": """
-run trial emit
+task and model:
+  run trial emit
     --instruction TEXT          what to say of each text
     --labels A,B,C              the closed list of answers
     --stage NAME                name of this pass (default main)
@@ -7251,14 +7249,13 @@ run trial emit
     --api-version DATE          of anthropic's API
     --workers 1..1024           calls in flight (default 4; 1 for a model on this machine)
     --rpm N                     calls a minute, at most
-""" % CHOICES,
-    "batches and policy": """
-run emit
+batches and policy:
+  run emit
     --batch-size N              items a prompt (default 1)
-trial
+  trial
     --sizes A,B,..              batch sizes, one arm each (default 1,1,2)
     --sample N                  items, the same on every machine (default 300)
-run trial emit
+  run trial emit
     --batch-chars N             characters of text a prompt, at most
     --order set|strict          strict: place i must hold id i
     --attempts N                how often a batch is asked (default 2)
@@ -7266,50 +7263,47 @@ run trial emit
     --retry-param NAME=JSON     change the request from the second attempt on
     --max-calls N               make at most N calls now
     --deadline DURATION         begin no call after this time
-run trial collect
+  run trial collect
     --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
-run emit
+  run emit
     --retry-quarantined         ask quarantined items again, each alone
-run emit apply
+  run emit apply
     --limit N                   at most N items (apply: rows) now
-run trial emit apply
+  run trial emit apply
     --dry-run                   call and write nothing; show the counts, and the first prompt
-run
+  run
     --baseline LEDGER           another ledger that shows what the model does at size 1
-""" % (AT_FIRST, IN_A_ROW),
-    "batch jobs": """
-run
+batch jobs:
+  run
     --batch-api                 send the calls through the provider's batch engine
     --finish jobs|online        how later rounds go (default jobs)
     --no-wait                   leave as soon as jobs are submitted (exit code 4)
     --adopt JOB                 this job is the one that may have been made
-run emit
+  run emit
     --abandon JOB               cancel this job, ignore its results, ask its items again
-emit
+  emit
     file FILE                   the requests, in OpenAI's batch form
     --parts N                   write N files: FILE-1-of-N and on
-collect
+  collect
     files FILE+                 results, in OpenAI's batch form
-""",
-    "reading": """
-explain
+reading:
+  explain
     id ID                       an id, the beginning of one, or your own key of its first row
-report
+  report
     --max-failure P             of first passes (default 0.05)
     --margin P                  of answers that may differ beyond the floor (default 0.02)
     --gold-field NAME           field of the input that holds the right answer
     --fail-unless-safe N        exit 1 unless size N is safe
     --html FILE                 also as one page, with the first texts and answers (--input)
     --json                      as data
-export
+  export
     --output FILE               .csv, .db (SQLite) or .jsonl (default stdout)
     --raw-csv                   leave cells that a spreadsheet would run as they are
-export apply
+  export apply
     --stage NAME                whose answers, where the ledger holds several tasks
     --fingerprint HEX           whose answers, by the task's fingerprint
-""",
-    "table": """
-apply
+table:
+  apply
     --database FILE!            of SQLite
     --table NAME!               whose rows are written
     --text-field COLUMN         column that holds the text (default text)
@@ -7317,9 +7311,8 @@ apply
     --batch-column COLUMN!      takes RUN/BATCH/ITEM, which decided
     --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
     --set COLUMN=FIELD          which column takes which field (default: those of the same name)
-""",
-}
-FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}      # of other names in Settings
+""" % (LEDGER, LEDGER, "|".join(sorted(READERS)), CHOICES, AT_FIRST, IN_A_ROW)
+FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}    # other names in Settings
 
 # Two options that are not given together, and what is said of the first one.
 REFUSED = (
@@ -7423,10 +7416,9 @@ def check_collision(source: Source, state: State, length: int) -> None:
     shared = state.collision(length)
     if shared is None:
         return
-    where = {}
-    for row in source.rows():
-        if row.error is None and text_digest(row.text).startswith(shared):
-            where[text_digest(row.text)] = "%s:%d" % (source.name, row.line)
+    where = {
+        text_digest(row.text): "%s:%d" % (source.name, row.line) for row in source.rows()
+        if row.error is None and text_digest(row.text).startswith(shared)}
     places = [*where.values(), "a text on the ledger", "a text on the ledger"]
     raise HarnessError(
         "two different texts have the id %s (%s and %s); give a longer --id-length"
@@ -7820,18 +7812,19 @@ def parser(typed: str) -> Parser:
         command = commands.add_parser(
             name, help=purpose, allow_abbrev=False, argument_default=argparse.SUPPRESS)
         if name == typed:
-            for title, text in OPTIONS.items():
-                add_options(command.add_argument_group(title), name, text)
+            add_options(command)
     return top
 
 
-def add_options(group: Any, command: str, text: str) -> None:
-    """Add those of a group of OPTIONS that a command has."""
-    names = ""
-    for line in text.strip().split("\n"):
+def add_options(command: Parser) -> None:
+    """Add those of OPTIONS that a command has."""
+    mine = False
+    for line in OPTIONS.strip().split("\n"):
         if not line.startswith(" "):
-            names = line
-        elif command in names.split():
+            group = command.add_argument_group(line[:-1])
+        elif not line.startswith("    "):
+            mine = command.prog.split()[-1] in line.split()
+        elif mine:
             add_option(group, *re.split("  +", line.strip()))
 
 
