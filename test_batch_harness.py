@@ -1283,12 +1283,12 @@ class Ledgers(Case):
     def test_the_fold_is_the_same_live_and_replayed(self):
         self.items_file(60)
         live = []
-        real = bh.Runner.run
+        real = bh.Pool.work
 
         def spy(runner, *args):
             real(runner, *args)
-            live.append(runner.arms[0].state)
-        with mock.patch.object(bh.Runner, "run", spy):
+            live.append(runner._run.arms[0].state)
+        with mock.patch.object(bh.Pool, "work", spy):
             self.run_demo("--batch-size", "4", model="demo:drop=0.3,value=0.2,empty=0.1,refuse=0.1")
         replayed = bh.State(bh.DEFAULT)
         for row in bh.Log("runs/ledger.jsonl"):
@@ -2518,7 +2518,7 @@ class Models(EndpointCase):
         code, out, err = self.ask(server, 80, model="anthropic:m")
         self.assertEqual((code, len(server.requests)), (3, 53), out + err)
         self.assertIn("3 of 80 items answered, 0 quarantined, 77 pending", out)
-        self.assertRegex(out, "50 calls in a row brought no acceptable reply.*Your balance is too low")
+        self.assertRegex(out, "50 calls brought no acceptable reply.*Your balance is too low")
         code, out, err = self.ask(self.serve(lambda prompt, n: message(reply_to_prompt(prompt))), 80, model="anthropic:m")
         self.assertIn("80 of 80 items answered, 0 quarantined", out)
 
@@ -3276,11 +3276,13 @@ class Runs(EndpointCase):
         self.items_file(4)
         code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
         self.assertNotIn("\r", err)
-        runner = types.SimpleNamespace(tally=collections.Counter(answered=30, quarantined=2, pending=62, failures=4), _began=100.0,
-                                       figures=types.SimpleNamespace(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
-                                       pace=types.SimpleNamespace(held_until=120.0))
-        words = bh.fitting(bh.Runner._progress(runner, 116.0))
-        self.assertEqual(words, "32/62 items, waiting 4 s, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
+        tally = types.SimpleNamespace(answered=30, quarantined=2, pending=62, failures=4)
+        figures = types.SimpleNamespace(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56)
+        pool = types.SimpleNamespace(_run=types.SimpleNamespace(tally=tally, figures=figures), _began=100.0,
+                                     _pace=types.SimpleNamespace(held_until=120.0))
+        words = bh.join_within(bh.Pool._progress(pool, 116.0))
+        self.assertEqual(words, "32/62 items, waiting 4 s, 2.0/s, 0:15 left, first pass 95.0 %, 2 quarantined, "
+                         "3 fallbacks, 4 failed calls, 1234+56 tokens")
         self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00", "0:59", "1:00", "1:02:03"])
 
     def test_under_nohup_a_dropped_line_ends_nothing(self):
