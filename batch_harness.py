@@ -2070,11 +2070,8 @@ def timestamp() -> str:
 
 
 def clock(seconds: float) -> str:
-    """A time as a clock shows it: 0:07, 1:02:03."""
-    minutes, second = divmod(int(seconds), 60)
-    if minutes < 60:
-        return "%d:%02d" % (minutes, second)
-    return "%d:%02d:%02d" % (minutes // 60, minutes % 60, second)
+    """A time as a clock shows it: 0:00:07."""
+    return str(datetime.timedelta(seconds=int(seconds)))
 
 
 def rate(part: int, whole: int) -> str:
@@ -2097,14 +2094,11 @@ def join_within(parts: Iterable[str], width: float = math.inf) -> str:
     >>> join_within(["12/24", "waiting 12 s", "3/s"], 12)
     '12/24, 3/s'
     """
-    line = ""
+    kept: List[str] = []
     for part in parts:
-        longer = "%s, %s" % (line, part)
-        if not line:
-            longer = part
-        if len(longer) <= width:
-            line = longer
-    return line
+        if len(", ".join([*kept, part])) <= width:
+            kept.append(part)
+    return ", ".join(kept)
 
 
 def reply_words(row: Mapping[str, Any], limit: int) -> str:
@@ -2166,15 +2160,14 @@ class Speaker:
         width = self.width
         if wrap and width:
             import textwrap
-            fill = functools.partial(textwrap.fill, width=width - 1, break_long_words=False,
-                                     break_on_hyphens=False)
-            lines = []
-            for line in text.split("\n"):
+
+            def wrapped(line: Any) -> str:
                 indent = 4
-                if line[:1] == " " and width > 60:      # what it says stands in a column
+                if line.group()[0] == " " and width > 60:       # what it says stands in a column
                     indent = 21
-                lines.append(fill(line, subsequent_indent=" " * indent))
-            text = "\n".join(lines)
+                return textwrap.fill(line.group(), width - 1, subsequent_indent=" " * indent,
+                                     break_long_words=False, break_on_hyphens=False)
+            text = re.sub(".+", wrapped, text)
         self._write(CONTROLS.sub("?", text) + "\n")
 
     def live(self, text: str) -> None:
@@ -3244,6 +3237,7 @@ ADVICE = {                              # by the verdict that most of them got
     "bad_value": "change the labels or the instruction",
 }
 Came = Union[Reply, CallFailed]         # for an ask
+Members = Dict[str, Any]                # of a row of the ledger
 
 
 class Queued(NamedTuple):
@@ -3379,12 +3373,12 @@ class Pending:
 
     def flights(self) -> Iterator[Flight]:
         """Every batch to ask, once, in the order of the input."""
-        for batch in batches(self._fresh(), self.size, self.options.batch_chars):
+        fresh = batches(self._fresh(), self.size, self.options.batch_chars)
+        for batch in itertools.chain(fresh, [()]):
             while self._side:
                 yield self._side.popleft()
-            yield Flight(plan(batch, self.policy, self.size), self.state.arm)
-        while self._side:
-            yield self._side.popleft()
+            if batch:
+                yield Flight(plan(batch, self.policy, self.size), self.state.arm)
 
 
 def interleaved(arms: Sequence[Pending]) -> Iterator[Flight]:
@@ -3406,16 +3400,15 @@ class Pace:
     a share, so that a whole round of replies adds one.
     """
 
+    strikes = 0                         # failures in a row outside a wait
+    held_until = 0.0                    # no call begins before
+    _slot = 0.0
+
     def __init__(self, workers: int, rpm: Optional[int], dice: Callable[[], float]) -> None:
-        self.strikes = 0                        # failures in a row outside a wait
-        self.held_until = 0.0                   # no call begins before
-        self.limit = float(workers)             # of calls in flight
+        self.limit = float(workers)     # of calls in flight
         self._workers = workers
-        self._spacing = 0.0
-        if rpm:
-            self._spacing = 60.0 / rpm
+        self._spacing = 60.0 / (rpm or math.inf)
         self._dice = dice
-        self._slot = 0.0
 
     def opens(self, in_flight: int) -> float:
         """The time from which a call may begin beside so many; infinity: not before one of them has ended."""
@@ -3466,8 +3459,14 @@ class Tally:
 class Run:
     """One run: ledger, states, what it came to, and why it stops.
 
-    What makes the calls, a Pool or Jobs, holds `lock` while it uses any of this; `settle` takes it.
+    What makes the calls, a Pool or Jobs, holds `lock` while it uses any of this.
     """
+
+    ledger: Optional[Ledger] = None
+    deadline = math.inf                 # by the monotonic clock
+    code = DONE                         # another one: it stopped early,
+    reason = ""                         # and why
+    _begun = False                      # its own row is on the ledger
 
     def __init__(self, task: Task, model: Model, arms: Sequence[Pending], options: Settings) -> None:
         self.task = task
@@ -3477,99 +3476,78 @@ class Run:
         self.retry_params = dict(options.retry_param)
         self.prompt_head = prompt_head(task)
         self.run_id = os.urandom(6).hex()
-        self.ledger: Optional[Ledger] = None
-        self.lock = threading.RLock()
-        self.changed = threading.Condition(self.lock)   # notified of all that a waiting thread may act on
+        self.lock = threading.Condition()       # notified of all that a waiting thread may act on
         self.signals: List[int] = []
-        self.deadline = math.inf                        # by the monotonic clock
         self.tally = Tally()
-        self.figures = Figures()                        # of its attempt rows, as the report counts them
-        self.code = DONE                                # another one: it stopped early
-        self.reason = ""
-        self.examples: Dict[str, Dict[str, Any]] = {}   # verdict -> the first row that has it
-        self.left: Dict[str, str] = {}                  # item that got no reply -> why
-        self.hints: Dict[str, str] = {}                 # to be said, each kind once
-        self._begun = False                             # the run's own row is on the ledger
-        self._fruitless: Deque[Dict[str, Any]] = collections.deque(maxlen=IN_A_ROW)     # rows since one was accepted
-        self._held: List[Dict[str, Any]] = []           # and of these, the ones that are to quarantine
+        self.figures = Figures()                # of its attempt rows, as the report counts them
+        self.examples: Dict[str, Members] = {}  # verdict -> the first row that has it
+        self.left: Dict[str, str] = {}          # item that got no reply -> why
+        self.say: Callable[[str], Any] = str    # until somebody listens
+        self._hinted: Set[str] = set()
+        self._fruitless: Deque[Members] = collections.deque(maxlen=IN_A_ROW)    # rows since one was accepted
+        self._held: List[Members] = []          # and of these, the ones that are to quarantine
 
     def begin(self, header: Callable[[], Mapping[str, Any]]) -> bool:
         """Append the run's own row, once; whether it is there."""
         self._begun = self._begun or self.append_event("run", **header()) is not None
         return self._begun
 
-    def request(self, ask: Ask) -> Tuple[str, Dict[str, Any]]:
-        """The prompt of an ask, and what to add to its request."""
-        extra: Dict[str, Any] = {}
+    def request(self, ask: Ask) -> Tuple[str, Members, Members]:
+        """The prompt of an ask, and what to add to its request: a structure, and what differs from the first time."""
+        structure: Members = {}
+        params: Members = {}
         if self.model.structure is not None:
-            extra.update(self.model.structure(ask.ids))
+            structure = self.model.structure(ask.ids)
         if ask.attempt > 1 or ask.fallback:
-            extra.update(self.retry_params)
-        return build_prompt(ask.items, self.task, self.prompt_head), extra
+            params = self.retry_params
+        return build_prompt(ask.items, self.task, self.prompt_head), structure, params
 
-    # ---- what came for an ask ----
-
-    def settle(self, ask: Ask, came: Came, context: Mapping[str, Any],
-               sure: bool = False) -> Optional[Dict[str, Any]]:
+    def settle(self, ask: Ask, came: Came, context: Mapping[str, Any], sure: bool = False) -> Members:
         """Make a row of what came for an ask, and let it take effect: the only place that does.
 
-        `context` as for attempt_row, with `strict`; `sure` as for record.  The row; None where no reply came.
+        `context` is as for attempt_row, with `strict`; for a failure, the members to add to its row.
+        That a row quarantines is held back until a reply is accepted, unless the endpoint names the
+        content and this model has been accepted before, or the caller is `sure`.  The row; empty
+        where no reply came.
         """
         certain = False
         if isinstance(came, CallFailed):
             if came.kind != "rejected":
-                with self.lock:
-                    self.append_failure(ask, came, **context)
-                return None
+                self.append_failure(ask, came, **context)
+                return {}
             certain = came.certain
             came = Reply(None, REJECTED, came.detail)
         verdict = validate(ask.items, came, self.task, context["strict"])
-        row = attempt_row(ask, came, verdict, self.task, context)
-        parts = row_parts(row)                          # all of this without the lock
-        with self.lock:
-            self.tally.replies += 1
-            self.record(row, parts, certain, sure)
-        return row
-
-    def record(self, row: Dict[str, Any], parts: Tuple[str, str], certain: bool = False,
-               sure: bool = False) -> bool:
-        """Append an attempt row and count it; whether it was written.
-
-        That it quarantines is held back until a reply is accepted, unless the endpoint names the content (`certain`)
-        and this model has been accepted before, or the caller is `sure`.
-        """
+        whole = row = attempt_row(ask, came, verdict, self.task, context)
         code = row["verdict"]
         certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
         sure = sure or self.options.keep_going or (certain and self.proven())
-        held = "quarantined" in row and not sure
-        whole = row
-        if held:
-            row = dict(whole)
-            del row["quarantined"]
-            parts = row_parts(row)
-        settled = self._appended(row, parts)
+        if not sure:
+            row = compact({**whole, "quarantined": None})
+        tally = self.tally
+        tally.replies += 1
+        settled = self._append(row)
         if settled is None:
-            self.tally.lost += 1
-            return False
+            tally.lost += 1
+            return whole
         self.figures.count(row)
         if code == "ok":
-            self.tally.answered += len(settled)
+            tally.answered += len(settled)
             self._fruitless.clear()
             self.confirm()
-            return True
-        self.tally.quarantined += len(settled)
-        if held:
+            return whole
+        tally.quarantined += len(settled)
+        if "quarantined" in whole and not sure:
             self._held.append(whole)
         if not certain and not sure:
             self._fruitless.append(row)
-        if code not in self.examples:
-            self.examples[code] = row
-            self.hint(code, "not accepted: " + reply_words(row, 120))
-        first = row["attempt"] == 1 and not row["fallback"] and code not in HOPELESS
+        self.examples.setdefault(code, row)
+        self.hint(code, "not accepted: " + reply_words(row, 120))
+        first = ask.attempt == 1 and not ask.fallback and code not in HOPELESS
         if first and self.model.params.get("temperature") == 0 and not self.retry_params:
             self.hint("same", "a first attempt at temperature 0 failed, and a model asked the same tends to "
                       "say the same; try --retry-param temperature=0.7")
-        return True
+        return whole
 
     def confirm(self) -> None:
         """Put into quarantine what was held back: a reply has been accepted since, or nothing is left to be asked."""
@@ -3579,8 +3557,6 @@ class Run:
 
     def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None, **members: Any) -> None:
         """A failure row.  The 429s of one episode are one row; the next row, or the run's last, counts the others."""
-        if wait is not None:
-            wait = round(wait, 3)
         coalesced = self.tally.coalesced or None
         self.tally.coalesced = 0
         self.tally.failures += 1
@@ -3589,16 +3565,13 @@ class Run:
             coalesced=coalesced, batch=ask.ids, attempt=ask.attempt, stage=self.task.stage,
             task=self.task.fingerprint, batch_id=ask.batch_id, detail=failure.detail, **members)
 
-    # ---- the ledger ----
-
     def append_event(self, event: str, **members: Any) -> Optional[List[int]]:
         """Append a row that is no reply's; None when it was not written."""
-        row = compact({"event": event, "at": timestamp(), "run": self.run_id, **members})
-        return self._appended(row, row_parts(row))
+        return self._append(compact({"event": event, "at": timestamp(), "run": self.run_id, **members}))
 
-    def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:
+    def _append(self, row: Members) -> Optional[List[int]]:
         """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
-        if not self.written(lambda ledger: ledger.append(parts)):
+        if not self.written(lambda ledger: ledger.append(row_parts(row))):
             return None
         return [key for arm in self.arms for key in arm.state.apply(row)]
 
@@ -3633,19 +3606,21 @@ class Run:
             values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
             most = "; most often: " + as_counts(dict(values.most_common(3)))
         advice = ADVICE.get(code, "change the instruction, --batch-size or --model")
-        return "%d calls brought no acceptable reply, as for %s%s; %s (--keep-going goes on " \
-               "all the same)" % (len(self._fruitless), reply_words(alike[-1], 200), most, advice)
+        return "%d calls brought no acceptable reply, as for %s%s; %s (--keep-going goes on all the same)" % (
+            len(self._fruitless), reply_words(alike[-1], 200), most, advice)
 
     def hint(self, kind: str, words: str) -> None:
-        """Something to be said, once for each kind."""
-        self.hints.setdefault(kind, words)
+        """Say something, once for each kind."""
+        if kind not in self._hinted:
+            self._hinted.add(kind)
+            self.say(words)
 
     def stop(self, reason: str, code: int) -> None:
         """Begin no further call.  The first reason stands, but an interrupt always shows in the exit code."""
         if not self.code or code == INTERRUPTED != self.code:
             self.code = code
             self.reason = reason
-        self.changed.notify_all()
+        self.lock.notify_all()
 
     def catch_signals(self) -> Dict[int, Any]:
         """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger.
@@ -3670,43 +3645,24 @@ class Run:
 class Moment(NamedTuple):
     """What a thread knows that looks for its next call; times in seconds."""
 
-    now: float
-    ready: bool                         # a call could be made
-    opens: float = 0.0                  # when the pace lets it begin
-    due: float = math.inf               # when the next call is to be repeated
+    due: float = math.inf               # when the next call may be made by itself; infinity: there is none
+    opens: float = 0.0                  # and when by the pace
     in_flight: int = 0
-    deadline: float = math.inf
     spent: str = ""                     # the budget that is used up
     vain: str = ""                      # why a person should look first
 
 
-class Step(NamedTuple):
-    """What a thread does next: `call`, `wait` until some time, or `end`, where there is a reason with all others."""
-
-    do: str
-    until: float = 0.0
-    why: str = ""
-
-
-def next_step(at: Moment) -> Step:
-    """What a thread does at a moment."""
-    more = at.ready or at.due < math.inf
-    if at.vain and not at.in_flight:            # else one of those may still be accepted
-        return Step("end", why=at.vain)
-    if at.spent and more:
-        return Step("end", why=at.spent)
-    if not more and not at.in_flight:
-        return Step("end")
-    until = at.due
-    if at.vain:
-        until = math.inf
-    elif at.ready:
-        until = at.opens
-        if until <= at.now:
-            return Step("call")
-    if at.now < at.deadline:
-        until = min(until, at.deadline)
-    return Step("wait", until)
+def next_step(at: Moment) -> Union[float, str]:
+    """When to make the next call, infinity: not before one has ended; or why there is none, "" when all is done."""
+    if at.vain and not at.in_flight:
+        return at.vain
+    if at.spent and at.due < math.inf:
+        return at.spent
+    if at.due == math.inf and not at.in_flight:
+        return ""
+    if at.vain:                         # one of those in flight may still be accepted
+        return math.inf
+    return max(at.due, at.opens)
 
 
 class Pool:
@@ -3715,30 +3671,32 @@ class Pool:
     Another one is started when a call is begun and none waits for the next.
     """
 
+    _began = 0.0
+    _in_flight = 0
+    _waiting = 0                                    # threads that wait for a call
+    _workers = 0                                    # threads at work
+    _error: Optional[BaseException] = None          # of a thread, to be raised in the main one
+
     def __init__(self, run: Run) -> None:
         import random
-        options = run.options
         self._run = run
-        self._pace = Pace(options.workers, options.rpm, random.random)
+        self._most = run.options.workers
+        self._pace = Pace(self._most, run.options.rpm, random.random)
         self._flights = interleaved(run.arms)
-        self._ready: Deque[Queued] = collections.deque()
-        self._delayed: List[Tuple[float, Queued]] = []      # when each is made again, in order
-        self._in_flight = 0
-        self._waiting = 0                                   # threads that wait for a call
-        self._workers = 0                                   # threads at work
-        self._most = options.workers
+        self._queue: List[Tuple[float, int, Queued]] = []       # a heap: when it may be made, its number, a call
+        self._numbers = itertools.count()
         self._threads: List[threading.Thread] = []
-        self._error: Optional[BaseException] = None         # of a thread, to be raised in the main one
-        self._began = 0.0
 
     def work(self, ledger: Ledger, header: Callable[[], Mapping[str, Any]], say: Speaker) -> None:
         """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
         run = self._run
         run.ledger = ledger
+        run.say = say
         self._began = time.monotonic()
         run.deadline = min(run.deadline, self._began + (run.options.deadline or math.inf))
         with run.lock:
-            if not self._filled(self._began) or not run.begin(header):
+            self._fill(self._began)
+            if not self._queue or not run.begin(header):
                 return
         before = run.catch_signals()
         try:
@@ -3774,13 +3732,10 @@ class Pool:
             self._workers += 1
             self._threads.append(thread)
 
-    # ---- the main thread ----
-
     def _watch(self, say: Speaker) -> None:
-        """Until the last worker has ended: signals, the disk, what is to be said."""
+        """The main thread until the last worker has ended: signals, the disk, what is to be said."""
         run = self._run
         synced = spoken = self._began
-        said = 0
         while self._threads:
             self._threads[0].join(0.2)
             with run.lock:
@@ -3792,16 +3747,12 @@ class Pool:
                 if say.closed and self._threads:
                     run.stop("the terminal was closed", STOPPED)
                 if run.code and self._in_flight:
-                    run.hint("stop", "stopping: %s; waiting for %d calls in flight" % (
-                        run.reason, self._in_flight))
+                    run.hint("stop", "stopping: %s; waiting for %d calls in flight" % (run.reason, self._in_flight))
                 if now - synced > 1:
                     synced = now
                     run.written(lambda ledger: ledger.sync())
                 words = self._progress(now)
-                news = list(run.hints.values())[said:]
-            said += len(news)
-            for line in news:
-                say(line)
+                run.lock.notify()           # the deadline may have passed
             if say.width:
                 say.live(join_within(words, say.width - 1))
             elif now - spoken > min(60.0, 10 + (now - self._began) / 6):        # a sign of life
@@ -3814,35 +3765,33 @@ class Pool:
         tally, figures = self._run.tally, self._run.figures
         done = tally.answered + tally.quarantined
         speed = done / (now - self._began)
-        left = (tally.pending - done) / (speed or 1)
         wait = self._pace.held_until - now
-        first = 100 * figures.first_ok / (figures.first or 1)
-        told = (
-            (True, "%d/%d items" % (done, tally.pending)),
-            (wait > 1, "waiting %d s" % wait),
-            (speed > 1, "%.1f/s" % speed),
-            (speed <= 1, "%.1f/min" % (60 * speed)),
-            (done, clock(left) + " left"),
-            (figures.first, "first pass %.1f %%" % first),
-            (tally.quarantined, "%d quarantined" % tally.quarantined),
-            (figures.fallbacks, "%d fallbacks" % figures.fallbacks),
-            (tally.failures, "%d failed calls" % tally.failures),
-            (figures.tokens_in, "%d+%d tokens" % (figures.tokens_in, figures.tokens_out)))
-        return [words for known, words in told if known]
+        told = [
+            (True, "%d/%d items", (done, tally.pending)),
+            (wait > 1, "waiting %d s", wait),
+            (speed > 1, "%.1f/s", speed),
+            (speed <= 1, "%.1f/min", 60 * speed),
+            (done, "%s left", clock((tally.pending - done) / (speed or 1))),
+            (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
+            (tally.quarantined, "%d quarantined", tally.quarantined),
+            (figures.fallbacks, "%d fallbacks", figures.fallbacks),
+            (tally.failures, "%d failed calls", tally.failures),
+            (figures.tokens_in, "%d+%d tokens", (figures.tokens_in, figures.tokens_out))]
+        return [words % value for known, words, value in told if known]
 
     # ---- the threads ----
 
     def _thread(self) -> None:
-        """Make calls until there are none."""
+        """Make calls until there are none; the lock is taken once for each, to settle it and choose the next."""
         run = self._run
         try:
             with run.lock:
                 queued = self._next()
             while queued is not None:
-                came = self._made(*queued)
+                follow = self._made(queued)
                 with run.lock:
                     self._in_flight -= 1
-                    self._follow(queued, came)
+                    follow()
                     queued = self._next()
         except BaseException as error:      # a thread's error is data for the main thread, which raises it
             with run.lock:
@@ -3852,103 +3801,89 @@ class Pool:
 
     def _next(self) -> Optional[Queued]:
         """The next call to make, waiting where there is none yet; None when this thread makes no more."""
-        run = self._run
+        run, pace = self._run, self._pace
         while not run.code and self._workers <= max(1, self._most):
-            at = self._moment()
-            step = next_step(at)
-            if step.do == "call":
-                return self._begun(at.now)
-            if step.do == "wait":
-                self._waiting += 1
-                run.changed.wait(min(max(0.0, step.until - at.now), 60))    # infinity is no time to wait
-                self._waiting -= 1
-            elif step.why:
-                run.stop(step.why, STOPPED)
-            else:
-                run.confirm()
+            now = time.monotonic()
+            step = next_step(self._moment(now))
+            if isinstance(step, str):
+                if step:
+                    run.stop(step, STOPPED)
+                else:
+                    run.confirm()
                 break
+            if step <= now:
+                run.tally.calls += 1
+                self._in_flight += 1
+                pace.began(now)
+                if not self._waiting and self._workers < self._most:
+                    self._start()
+                if self._waiting:
+                    run.lock.notify(len(self._queue))
+                return heapq.heappop(self._queue)[2]
+            self._waiting += 1
+            run.lock.wait(min(step - now, 60))          # infinity is no time to wait
+            self._waiting -= 1
         self._workers -= 1
-        run.changed.notify_all()            # that this thread has nothing more to do may hold for others
+        run.lock.notify_all()               # that this thread has nothing more to do may hold for others
         return None
 
-    def _moment(self) -> Moment:
-        """How things stand now, a call being ready where there is any."""
-        run, now, due, spent, vain = self._run, time.monotonic(), math.inf, "", ""
-        ready = self._filled(now)
-        if self._delayed:
-            due = self._delayed[0][0]
+    def _moment(self, now: float) -> Moment:
+        """How things stand, the next call being in the queue where there is any."""
+        run, due, spent, vain = self._run, math.inf, "", ""
+        self._fill(now)
+        if self._queue:
+            due = self._queue[0][0]
         if run.tally.calls == run.options.max_calls:
             spent = "--max-calls %d is reached" % run.tally.calls
         elif now >= run.deadline:
             spent = "the --deadline of %g s has passed" % (run.options.deadline or 0)
         if run.in_vain():
             vain = run.in_vain_words()
-        return Moment(now, ready, self._pace.opens(self._in_flight), due, self._in_flight,
-                      run.deadline, spent, vain)
+        return Moment(due, self._pace.opens(self._in_flight), self._in_flight, spent, vain)
 
-    def _filled(self, now: float) -> bool:
-        """Whether a call is ready: of a batch begun, one to be repeated after a failure, or of a new batch."""
-        if not self._ready:
-            if self._delayed and self._delayed[0][0] <= now:
-                self._ready.append(self._delayed.pop(0)[1])
-            else:
-                for flight in itertools.islice(self._flights, 1):
-                    self._ready.extend(flight.first)
-        return bool(self._ready)
+    def _fill(self, now: float) -> None:
+        """Queue the calls of a new batch, where no call can be made."""
+        if not self._queue or self._queue[0][0] > now:
+            for flight in itertools.islice(self._flights, 1):
+                self._push(flight.first)
 
-    def _begun(self, now: float) -> Queued:
-        """Begin the next call, with a thread for the one after it."""
-        self._run.tally.calls += 1
-        self._in_flight += 1
-        self._pace.began(now)
-        queued = self._ready.popleft()
-        if not self._waiting and self._workers < self._most:
-            self._start()
-        return queued
+    def _push(self, calls: Iterable[Queued], due: float = 0.0) -> None:
+        for queued in calls:
+            heapq.heappush(self._queue, (due, next(self._numbers), queued))
 
-    def _made(self, flight: Flight, ask: Ask) -> Union[Dict[str, Any], CallFailed, None]:
-        """Make one call, without the lock, and settle what came: the verdict, or why no reply came.
-
-        None where no file descriptor was left to make it.
-        """
+    def _made(self, queued: Queued) -> Callable[[], None]:
+        """Make one call, without the lock; what is to be done about what came."""
         run = self._run
-        started = time.monotonic()
-        prompt, extra = run.request(ask)
         came: Came
+        started = time.monotonic()
+        prompt, structure, params = run.request(queued.ask)
         try:
-            came = run.model.call(prompt, extra)
+            came = run.model.call(prompt, {**structure, **params})
         except CallFailed as failure:
             if failure.kind != "rejected":
-                return failure
+                return functools.partial(self._failed, queued, failure)
             came = failure
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
-            return None
-        context = {
-            "at": timestamp(), "run": run.run_id, "arm": flight.arm,
-            "ms": round(1000 * (time.monotonic() - started)),
-            "params": run.retry_params if ask.attempt > 1 or ask.fallback else None,
-            "prompt_sha": prompt_digest(prompt), "strict": run.options.order == "strict"}
-        if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
-            run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to read only "
-                     "a part; %s, or take a smaller --batch-size or --batch-chars" % (
-                         came.tokens_in, len(ask.items), run.model.roomier or "give it a larger context"))
-        return run.settle(ask, came, context)
+            return functools.partial(self._no_files, queued)
+        return functools.partial(self._replied, queued, came, prompt, {
+            "at": timestamp(), "run": run.run_id, "ms": round(1000 * (time.monotonic() - started)),
+            "params": params, "arm": queued.flight.arm, "prompt_sha": prompt_digest(prompt),
+            "strict": run.options.order == "strict"})
 
     # ---- after a call ----
 
-    def _follow(self, queued: Queued, came: Union[Dict[str, Any], CallFailed, None]) -> None:
-        """Queue what follows from what _made gave."""
-        if came is None:
-            self._no_files(queued)
-        elif isinstance(came, CallFailed):
-            self._failed(queued, came)
-        else:
-            self._pace.replied()
-            self._ready.extendleft(reversed(queued.flight.told(queued.ask, came["verdict"])))
-        if self._waiting:
-            self._run.changed.notify(1 + len(self._ready) + len(self._delayed))
+    def _replied(self, queued: Queued, came: Came, prompt: str, context: Members) -> None:
+        """Settle a reply, or the refusal of a content, and queue the calls that follow."""
+        run = self._run
+        self._pace.replied()
+        row = run.settle(queued.ask, came, context)
+        self._push(queued.flight.told(queued.ask, row["verdict"]))
+        if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
+            run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to read only "
+                     "a part; %s, or take a smaller --batch-size or --batch-chars" % (
+                         came.tokens_in, len(queued.ask.items), run.model.roomier or "give it a larger context"))
 
     def _no_files(self, queued: Queued) -> None:
         """No file descriptor was left for a call: another worker makes it; the last one tries once more."""
@@ -3956,7 +3891,7 @@ class Pool:
         words = "too few files may be open for so many workers; raise `ulimit -n`, or lower --workers"
         run.tally.calls -= 1
         run.hint("files", words + " (going on with fewer)")
-        self._ready.appendleft(queued)
+        self._push([queued])
         self._most = min(self._most, self._workers) - 1
         if self._most < 0:              # at 0, others held the descriptors when it failed
             run.stop(words, STOPPED)
@@ -3965,7 +3900,7 @@ class Pool:
         """A call that brought no reply: wait and repeat; too long or too often, leave it, or end the run."""
         run, pace, (flight, ask) = self._run, self._pace, queued
         if failure.kind == "stop":
-            run.append_failure(ask, failure)
+            run.settle(ask, failure, {})
             run.stop(failure.detail, STOPPED)
             return
         now = time.monotonic()
@@ -3978,21 +3913,20 @@ class Pool:
             run.tally.coalesced += 1
             run.tally.failures += 1
         else:
-            run.append_failure(ask, failure, wait)
+            run.settle(ask, failure, {"wait": round(wait, 3)})
         flight.failures[ask] += 1
         if failure.wait is not None and failure.wait > min(MAX_WAIT, run.deadline - now):
             until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
             run.stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
         elif flight.failures[ask] >= MAX_FAILURES and run.tally.replies:
-            self._ready.extendleft(reversed(flight.told(ask, REJECTED)))        # not asked again like this
+            self._push(flight.told(ask, REJECTED))      # not asked again like this
             if ask.last_form:
                 run.left.update(dict.fromkeys(ask.ids, failure.detail))
         elif pace.strikes >= patience:
             run.stop("the model failed %d times in a row: %s" % (pace.strikes, failure.detail), STOPPED)
         else:
             run.hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
-            self._delayed.append((now + wait, queued))
-            self._delayed.sort(key=operator.itemgetter(0))
+            self._push([queued], now + wait)
 
 
 # ====================================================================================================================
@@ -4591,23 +4525,19 @@ class Intake:
         if answered or number in job.seen or runner.code:
             return True                 # of a collection that was cut short, or answered meanwhile
         came, ask = self._results.came(self._jobs.post, job.key, number), ask_of(request)
-        certain = isinstance(came, CallFailed) and came.certain
         context = {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
-        if isinstance(came, CallFailed) and came.kind == "rejected":
-            came = Reply(None, REJECTED, came.detail)
-        if not isinstance(came, Reply):
+        if came is None or (isinstance(came, CallFailed) and came.kind != "rejected"):
             self._missed(number, ask, came, context)
             return True
-        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"])
+        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"],
+                       strict=bool(job.intent.get("strict")))
         if ask.attempt > 1 or ask.fallback:
             context["params"] = job.intent.get("retry_params")
-        verdict = validate(ask.items, came, runner.task, bool(job.intent.get("strict")))
-        row = attempt_row(ask, came, verdict, runner.task, context)
-        if row["verdict"] != "ok" and not failed:
+        if not failed and (isinstance(came, CallFailed)
+                           or validate(ask.items, came, runner.task, context["strict"]).code != "ok"):
             return False
-        runner.record(row, row_parts(row), certain, sure)
+        row = runner.settle(ask, came, context, sure)
         runner.tally.calls += 1
-        runner.tally.replies += 1
         self._rows += 1
         self._verdicts[row["verdict"]] += len(ask.items)
         if {self._owner.get(item, custom_id) for item in row.get("extra", ())} - {custom_id}:

@@ -3281,9 +3281,9 @@ class Runs(EndpointCase):
         pool = types.SimpleNamespace(_run=types.SimpleNamespace(tally=tally, figures=figures), _began=100.0,
                                      _pace=types.SimpleNamespace(held_until=120.0))
         words = bh.join_within(bh.Pool._progress(pool, 116.0))
-        self.assertEqual(words, "32/62 items, waiting 4 s, 2.0/s, 0:15 left, first pass 95.0 %, 2 quarantined, "
+        self.assertEqual(words, "32/62 items, waiting 4 s, 2.0/s, 0:00:15 left, first pass 95.0 %, 2 quarantined, "
                          "3 fallbacks, 4 failed calls, 1234+56 tokens")
-        self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00", "0:59", "1:00", "1:02:03"])
+        self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00:00", "0:00:59", "0:01:00", "1:02:03"])
 
     def test_under_nohup_a_dropped_line_ends_nothing(self):
         self.items_file(30)
