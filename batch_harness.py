@@ -2172,13 +2172,11 @@ class Speaker:
 
     def live(self, text: str) -> None:
         """Draw the live line anew; an empty one is wiped away."""
-        blank = " " * self._drawn
-        if text and not (self._thread and self._texts.qsize()):
-            self._write("\r" + text.ljust(self._drawn))
+        if text and self._thread and self._texts.qsize():       # the terminal takes nothing now
+            return
+        if text or self._drawn:
+            self._write("\r%s\r%s" % (" " * self._drawn, text))
             self._drawn = len(text)
-        elif blank and not text:
-            self._write("\r%s\r" % blank)
-            self._drawn = 0
 
     def aside(self) -> None:
         """From here to `finish` a thread of its own writes: what nobody reads holds up nothing else."""
@@ -3227,6 +3225,7 @@ OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls 
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
+SIGN_OF_LIFE = 30.0                     # seconds between two lines where there is no terminal
 AT_FIRST, IN_A_ROW = 20, 50             # calls without an acceptable reply that end a run, before and after the first
 ADVICE = {                              # by the verdict that most of them got
     "empty_reply": "the endpoint or the model may be down, or the token limit too low: go on later, "
@@ -3303,34 +3302,32 @@ class Pending:
         self.options = options
         self.policy = Policy(options.attempts, options.on_failure)
         self.unfrozen = 0                                   # rows that were not there at the first pass
+        self._settled = ANSWERED | QUARANTINED              # what is not to be asked
+        if options.retry_quarantined:
+            self._settled = ANSWERED
         self._side: Deque[Flight] = collections.deque()     # flights met while items are read into batches
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
 
-    def _wanted(self, flags: int) -> bool:
-        """Whether an item with these flags is to be asked in this run."""
-        return not flags & ANSWERED and (not flags & QUARANTINED or self.options.retry_quarantined)
-
     def _items(self) -> Iterator[Item]:
         """The frozen items of the input, each once, until --limit of those to be asked are read."""
-        status = self.state.status
         left = self.options.limit or math.inf
-        if not any(map(self._wanted, status.values())):     # nothing is pending: no second pass
-            return
+        if self.state.count(self._settled) == self.state.count(FROZEN):
+            return                                          # nothing is pending: no second pass
         for row in self.source.rows():
             if row.error is not None:
                 continue
             item = Item(row.text, row.key, self.options.id_length)
-            key = key_of(item.digest)
-            flags = status.get(key, 0)
+            flags = self._flags(item)
             if not flags & FROZEN:
                 self.unfrozen += 1
             elif not flags & TAKEN:
-                left -= self._wanted(flags)
+                if not flags & self._settled:
+                    left -= 1
                 if left < 0:
                     return
-                status[key] = flags | TAKEN
+                self.state.status[key_of(item.digest)] = flags | TAKEN
                 yield item
 
     def _fresh(self) -> Iterator[Item]:
@@ -3339,10 +3336,10 @@ class Pending:
         member_of = {name: batch for batch, entry in opened.items() for name in entry.ids}
         groups: Dict[str, Dict[str, Item]] = collections.defaultdict(dict)
         for item in self._items():
-            name = member_of.get(item.id)
-            if name is None:
+            if item.id not in member_of:
                 yield from self._for_batches([item])
                 continue
+            name = member_of[item.id]
             groups[name][item.id] = item
             if len(groups[name]) == len(opened[name].ids):
                 yield from self._resumed(opened[name], groups.pop(name))
@@ -3365,11 +3362,13 @@ class Pending:
         """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
         for item in items:
             flags = self._flags(item)
-            if flags & QUARANTINED and self._wanted(flags):
-                alone = plan([item], self.policy, 1, fallback=True)
-                self._side.append(Flight(alone, self.state.arm))
-            elif self._wanted(flags):
+            if flags & self._settled:
+                continue
+            if not flags & QUARANTINED:
                 yield item
+                continue
+            alone = plan([item], self.policy, 1, fallback=True)
+            self._side.append(Flight(alone, self.state.arm))
 
     def flights(self) -> Iterator[Flight]:
         """Every batch to ask, once, in the order of the input."""
@@ -3389,8 +3388,8 @@ def interleaved(arms: Sequence[Pending]) -> Iterator[Flight]:
         calls = max(1.0, left / pending.size)
         for number, flight in enumerate(pending.flights()):
             yield (number + 0.5) / calls, place, flight
-    merged = heapq.merge(*itertools.starmap(turns, enumerate(arms)), key=lambda turn: turn[:2])
-    return (flight for _, _, flight in merged)
+    for _, _, flight in heapq.merge(*itertools.starmap(turns, enumerate(arms))):
+        yield flight
 
 
 class Pace:
@@ -3462,7 +3461,7 @@ class Run:
     What makes the calls, a Pool or Jobs, holds `lock` while it uses any of this.
     """
 
-    ledger: Optional[Ledger] = None
+    ledger: Ledger                      # to be set before anything is written
     deadline = math.inf                 # by the monotonic clock
     code = DONE                         # another one: it stopped early,
     reason = ""                         # and why
@@ -3577,7 +3576,6 @@ class Run:
 
     def written(self, write: Callable[[Ledger], None]) -> bool:
         """Whether a write to the ledger went through; the run stops when it did not."""
-        assert self.ledger is not None
         try:
             write(self.ledger)
         except OSError as error:
@@ -3591,23 +3589,20 @@ class Run:
         """Whether a reply of this model has been accepted, in this run or an earlier one of the ledger."""
         return any(model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
 
-    def in_vain(self) -> bool:
-        """Whether so many calls brought no acceptable reply that a person should look first."""
-        most = len(self._fruitless)
-        return most >= IN_A_ROW or (most >= AT_FIRST and not self.proven())
-
-    def in_vain_words(self) -> str:
-        """One of the calls that brought no acceptable reply, and what to change."""
-        verdicts = collections.Counter(row["verdict"] for row in self._fruitless)
-        code = verdicts.most_common(1)[0][0]
-        alike = [row for row in self._fruitless if row["verdict"] == code]
+    def in_vain(self) -> str:
+        """Why a person should look first: so many calls brought no acceptable reply; else ""."""
+        rows = self._fruitless
+        if len(rows) < AT_FIRST or (len(rows) < IN_A_ROW and self.proven()):
+            return ""
+        code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
+        alike = [row for row in rows if row["verdict"] == code]
         most = ""
         if code == "bad_value":             # its detail begins with the item
             values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
             most = "; most often: " + as_counts(dict(values.most_common(3)))
         advice = ADVICE.get(code, "change the instruction, --batch-size or --model")
         return "%d calls brought no acceptable reply, as for %s%s; %s (--keep-going goes on all the same)" % (
-            len(self._fruitless), reply_words(alike[-1], 200), most, advice)
+            len(rows), reply_words(alike[-1], 200), most, advice)
 
     def hint(self, kind: str, words: str) -> None:
         """Say something, once for each kind."""
@@ -3755,7 +3750,7 @@ class Pool:
                 run.lock.notify()           # the deadline may have passed
             if say.width:
                 say.live(join_within(words, say.width - 1))
-            elif now - spoken > min(60.0, 10 + (now - self._began) / 6):        # a sign of life
+            elif now - spoken > SIGN_OF_LIFE:
                 spoken = now
                 say(join_within(words))
         say.live("")
@@ -3769,14 +3764,11 @@ class Pool:
         told = [
             (True, "%d/%d items", (done, tally.pending)),
             (wait > 1, "waiting %d s", wait),
-            (speed > 1, "%.1f/s", speed),
-            (speed <= 1, "%.1f/min", 60 * speed),
+            (True, "%.1f/min", 60 * speed),
             (done, "%s left", clock((tally.pending - done) / (speed or 1))),
             (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
             (tally.quarantined, "%d quarantined", tally.quarantined),
-            (figures.fallbacks, "%d fallbacks", figures.fallbacks),
-            (tally.failures, "%d failed calls", tally.failures),
-            (figures.tokens_in, "%d+%d tokens", (figures.tokens_in, figures.tokens_out))]
+            (tally.failures, "%d failed calls", tally.failures)]
         return [words % value for known, words, value in told if known]
 
     # ---- the threads ----
@@ -3829,7 +3821,7 @@ class Pool:
 
     def _moment(self, now: float) -> Moment:
         """How things stand, the next call being in the queue where there is any."""
-        run, due, spent, vain = self._run, math.inf, "", ""
+        run, due, spent = self._run, math.inf, ""
         self._fill(now)
         if self._queue:
             due = self._queue[0][0]
@@ -3837,9 +3829,7 @@ class Pool:
             spent = "--max-calls %d is reached" % run.tally.calls
         elif now >= run.deadline:
             spent = "the --deadline of %g s has passed" % (run.options.deadline or 0)
-        if run.in_vain():
-            vain = run.in_vain_words()
-        return Moment(due, self._pace.opens(self._in_flight), self._in_flight, spent, vain)
+        return Moment(due, self._pace.opens(self._in_flight), self._in_flight, spent, run.in_vain())
 
     def _fill(self, now: float) -> None:
         """Queue the calls of a new batch, where no call can be made."""
@@ -3916,8 +3906,8 @@ class Pool:
             run.settle(ask, failure, {"wait": round(wait, 3)})
         flight.failures[ask] += 1
         if failure.wait is not None and failure.wait > min(MAX_WAIT, run.deadline - now):
-            until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
-            run.stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
+            run.stop("the endpoint asks to wait %d s, until %s (%s)" % (
+                wait, time.ctime(time.time() + wait), failure.detail), STOPPED)
         elif flight.failures[ask] >= MAX_FAILURES and run.tally.replies:
             self._push(flight.told(ask, REJECTED))      # not asked again like this
             if ask.last_form:
@@ -4511,7 +4501,7 @@ class Intake:
         for code in runner.examples.keys() - examples:
             self._jobs.say("not accepted: " + reply_words(runner.examples[code], 120))
         if runner.in_vain():
-            runner.stop(runner.in_vain_words(), STOPPED)
+            runner.stop(runner.in_vain(), STOPPED)
         else:
             runner.confirm()
         return True

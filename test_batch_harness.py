@@ -3268,7 +3268,7 @@ class Runs(EndpointCase):
             drawn = [part for part in re.split(r"[\r\n]+", seen.decode()) if re.match(r"\d+/60", part)]
             self.assertGreater(len(drawn), 2)
             self.assertLess(max(map(len, drawn)), columns)
-            self.assertTrue(any("/s, 0:0" in part and "left" in part for part in drawn), drawn)
+            self.assertTrue(any("/min, 0:0" in part and "left" in part for part in drawn), drawn)
             self.assertEqual(any("first pass" in part for part in drawn), columns == 120)
             self.assertTrue(seen.endswith(b" \r"), seen[-80:])             # wiped away in the end
 
@@ -3277,12 +3277,12 @@ class Runs(EndpointCase):
         code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
         self.assertNotIn("\r", err)
         tally = types.SimpleNamespace(answered=30, quarantined=2, pending=62, failures=4)
-        figures = types.SimpleNamespace(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56)
+        figures = types.SimpleNamespace(first=20, first_ok=19)
         pool = types.SimpleNamespace(_run=types.SimpleNamespace(tally=tally, figures=figures), _began=100.0,
                                      _pace=types.SimpleNamespace(held_until=120.0))
         words = bh.join_within(bh.Pool._progress(pool, 116.0))
-        self.assertEqual(words, "32/62 items, waiting 4 s, 2.0/s, 0:00:15 left, first pass 95.0 %, 2 quarantined, "
-                         "3 fallbacks, 4 failed calls, 1234+56 tokens")
+        self.assertEqual(words, "32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, 2 quarantined, "
+                         "4 failed calls")
         self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00:00", "0:00:59", "0:01:00", "1:02:03"])
 
     def test_under_nohup_a_dropped_line_ends_nothing(self):
@@ -3404,7 +3404,7 @@ class Runs(EndpointCase):
     def test_a_wait_beyond_the_deadline_says_until_when(self):
         code, out, err = self.ask(self.serve(lambda prompt, n: (429, b"", {"Retry-After": "3600"})), 2, "--deadline", "9s")
         self.assertEqual(code, 3)
-        self.assertRegex(out, r"asks to wait 36\d\d s, until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
+        self.assertRegex(out, r"asks to wait 36\d\d s, until \w+ \w+ +\d+ \d\d:\d\d:\d\d \d{4} ")
 
     def test_the_pace_is_told_the_time_and_nothing_else(self):
         def failed(status=503, wait=None):
