@@ -2211,15 +2211,12 @@ class Speaker:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def finish(self) -> None:
-        """Wait until all is written, for as long as somebody reads."""
+        """Wait until all is written, but not for ever."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._texts.put(None)
-            left = -1
             try:
-                while thread.is_alive() and left != self._texts.qsize():
-                    left = self._texts.qsize()
-                    thread.join(PATIENCE)
+                thread.join(PATIENCE)
             finally:
                 if thread.is_alive():           # it hangs in a write, and so would whoever touches
                     self.closed = True          # the stream
@@ -3237,6 +3234,7 @@ ADVICE = {                              # by the verdict that most of them got
 }
 Came = Union[Reply, CallFailed]         # for an ask
 Members = Dict[str, Any]                # of a row of the ledger
+Header = Callable[[], Mapping[str, Any]]                # gives those of a run's own row
 
 
 class Queued(NamedTuple):
@@ -3486,7 +3484,7 @@ class Run:
         self._fruitless: Deque[Members] = collections.deque(maxlen=IN_A_ROW)    # rows since one was accepted
         self._held: List[Members] = []          # and of these, the ones that are to quarantine
 
-    def begin(self, header: Callable[[], Mapping[str, Any]]) -> bool:
+    def begin(self, header: Header) -> bool:
         """Append the run's own row, once; whether it is there."""
         self._begun = self._begun or self.append_event("run", **header()) is not None
         return self._begun
@@ -3682,7 +3680,7 @@ class Pool:
         self._numbers = itertools.count()
         self._threads: List[threading.Thread] = []
 
-    def work(self, ledger: Ledger, header: Callable[[], Mapping[str, Any]], say: Speaker) -> None:
+    def work(self, ledger: Ledger, header: Header, say: Speaker) -> None:
         """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
         run = self._run
         run.ledger = ledger
@@ -4569,7 +4567,7 @@ class Intake:
 class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
-    def __init__(self, runner: Run, header: Callable[[], Mapping[str, Any]], state: JobState,
+    def __init__(self, runner: Run, header: Header, state: JobState,
                  ledger: Ledger, say: Speaker) -> None:
         assert runner.model.jobs is not None
         self.runner, self.say, self.post = runner, say, runner.model.jobs
@@ -4966,7 +4964,7 @@ class Jobs:
             self._call(lambda: time.sleep(seconds), words=words)
 
 
-def run_by_jobs(runner: Run, header: Callable[[], Mapping[str, Any]], state: JobState,
+def run_by_jobs(runner: Run, header: Header, state: JobState,
                 ledger: Ledger, say: Speaker) -> Run:
     """A run whose calls go by jobs; with --finish online, not those after the first round.
 
@@ -5020,7 +5018,7 @@ def check_target(path: str) -> None:
         raise HarnessError("%s exists and holds no requests; name another file" % path)
 
 
-def emit_requests(runner: Run, header: Callable[[], Mapping[str, Any]], state: JobState,
+def emit_requests(runner: Run, header: Header, state: JobState,
                   ledger: Ledger, out: Speaker) -> int:
     """Write the requests of a round to files, in OpenAI's batch form."""
     jobs, options = Jobs(runner, header, state, ledger, out), runner.options
