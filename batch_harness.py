@@ -2053,13 +2053,13 @@ def lock_file(descriptor: int, locks: Any) -> None:
         raise BlockingIOError("locked")
 
 
-# ====================================================================================================
-# WORDS AND FILES.  How numbers, times and lines are put to a person, and how a file is written whole.
-# Nothing here knows what it is about.
-# ====================================================================================================
+# ==================================================================================================
+# WORDS AND FILES.  How numbers, times and lines are put to a person, and how a file is written
+# whole.
+# ==================================================================================================
 
-MAX_UNREAD = 100                        # texts that a terminal has not taken; beyond them they are dropped
-PATIENCE = 30.0                         # seconds in the end for a terminal or pipe that takes nothing
+MAX_UNREAD = 100                        # texts that a terminal has not taken; more are dropped
+PATIENCE = 30.0                         # seconds in the end for a stream that takes nothing
 SPEAKER = "batch_harness speaker"       # name of a thread that writes to it
 
 
@@ -2102,7 +2102,7 @@ def join_within(parts: Iterable[str], width: float = math.inf) -> str:
 
 
 def reply_words(row: Mapping[str, Any], limit: int) -> str:
-    """How a reply that was not accepted begins, with its first item, verdict and detail, on one line."""
+    """The first item, verdict and detail of a reply that was not accepted, and how it begins."""
     begin = " ".join(row.get("reply", "")[:limit].split())
     detail = row.get("detail", "no detail")
     return "item %s: %s (%s); the reply begins: %s" % (
@@ -2155,7 +2155,7 @@ class Speaker:
         return 0
 
     def __call__(self, text: str, wrap: bool = True) -> None:
-        """Print one text above the live line; a terminal's lines are wrapped, unless they are quoted."""
+        """Print a text above the live line, wrapped on a terminal, unless it is quoted."""
         self.live("")
         width = self.width
         if wrap and width:
@@ -2179,7 +2179,7 @@ class Speaker:
             self._drawn = len(text)
 
     def aside(self) -> None:
-        """From here to `finish` a thread of its own writes: what nobody reads holds up nothing else."""
+        """From here to `finish` a thread writes: what nobody reads holds up nothing else."""
         import queue
         self._texts = queue.SimpleQueue()
         thread = threading.Thread(target=self._serve, name=SPEAKER, daemon=True)
@@ -3210,23 +3210,23 @@ DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
 }
 
 
-# ====================================================================================================
-# RUN.  Drives plans with a few threads.  Threads decide nothing: what a reply means is validate's, what
-# follows is plan's, what is done is State's, when a call may begin is Pace's, and what a thread does next
-# is next_step's.  One lock guards ledger, states, tally, pace and queues.
-# ====================================================================================================
+# ==================================================================================================
+# RUN.  Drives plans with a few threads.  Threads decide nothing: what a reply means is validate's,
+# what follows is plan's, what is done is State's, when a call may begin is Pace's, and what a
+# thread does next is next_step's.  One lock guards ledger, states, tally, pace and queue.
+# ==================================================================================================
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
-MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
+MAX_FAILURES = 10                       # of one call, while others succeed: it is left this time
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
 SIGN_OF_LIFE = 30.0                     # seconds between two lines where there is no terminal
-AT_FIRST, IN_A_ROW = 20, 50             # calls without an acceptable reply that end a run, before and after the first
+AT_FIRST, IN_A_ROW = 20, 50             # calls in vain that end a run, before and after a good one
 ADVICE = {                              # by the verdict that most of them got
-    "empty_reply": "the endpoint or the model may be down, or the token limit too low: go on later, "
-                   "or change --model",
+    "empty_reply": "the endpoint or the model may be down, or the token limit too low: go on "
+                   "later, or change --model",
     "truncated": "raise --max-tokens, or take a smaller --batch-size",
     "refused": "change the instruction or --model, or leave these texts out",
     "rejected": "check the account, --model, --param and these texts",
@@ -3245,7 +3245,10 @@ class Queued(NamedTuple):
 
 
 class Flight:
-    """One batch on its way through plan, from the verdicts of a former run; `first` are the calls to begin with."""
+    """One batch on its way through plan, from the verdicts of a former run.
+
+    `first` are the calls to begin with, `over` the items whose last call has failed.
+    """
 
     def __init__(self, steps: Plan, arm: Optional[int] = None,
                  known: Mapping[Tuple[Tuple[str, ...], int], str] = {}) -> None:
@@ -3254,7 +3257,7 @@ class Flight:
         self._codes = dict(known)
         self._asks = next(steps)
         self.failures: Counter[Ask] = collections.Counter()         # calls without a reply
-        self.over: Set[str] = set()                                 # items whose last call has failed
+        self.over: Set[str] = set()
         self.first = self._open()
 
     def _open(self) -> List[Queued]:
@@ -3293,17 +3296,19 @@ class Sample(NamedTuple):
 class Pending:
     """What is to be asked at one size: the items of the input that are not settled, as flights."""
 
-    def __init__(self, source: Union[Source, Sample], state: State, size: int, options: Settings) -> None:
+    def __init__(self, source: Union[Source, Sample], state: State, size: int,
+                 options: Settings) -> None:
         self.source = source
         self.state = state
         self.size = size
         self.options = options
         self.policy = Policy(options.attempts, options.on_failure)
-        self.unfrozen = 0                                   # rows that were not there at the first pass
-        self._settled = ANSWERED | QUARANTINED              # what is not to be asked
+        self.unfrozen = 0               # rows that were not there at the first pass
+        self._settled = ANSWERED | QUARANTINED      # what is not to be asked
         if options.retry_quarantined:
             self._settled = ANSWERED
-        self._side: Deque[Flight] = collections.deque()     # flights met while items are read into batches
+        # Flights met while items are read into batches.
+        self._side: Deque[Flight] = collections.deque()
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
@@ -3329,7 +3334,7 @@ class Pending:
                 yield item
 
     def _fresh(self) -> Iterator[Item]:
-        """The items for new batches; whole open batches, and quarantined items that are wanted, become flights."""
+        """The items for new batches; open batches, and quarantined items, become flights."""
         opened = self.state.open
         member_of = {name: batch for batch, entry in opened.items() for name in entry.ids}
         groups: Dict[str, Dict[str, Item]] = collections.defaultdict(dict)
@@ -3345,11 +3350,14 @@ class Pending:
             yield from self._for_batches(group.values())
 
     def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
-        """Go on with a batch an earlier run left, unless today's policy asks nothing, or settled items again."""
+        """Go on with a batch an earlier run left; the items of it that are to be asked otherwise.
+
+        Those are all, where today's policy asks nothing, or items that are settled.
+        """
         steps = plan([group[name] for name in opened.ids], self.policy, opened.size)
         flight = Flight(steps, self.state.arm, opened.codes)
         asked = [item for queued in flight.first for item in queued.ask.items]
-        unsettled = asked + [group[name] for name in opened.left]       # or else they were settled in another batch
+        unsettled = asked + [group[name] for name in opened.left]   # unless by another batch
         if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in unsettled):
             return self._for_batches(group.values())
         self._side.append(flight)
@@ -3357,7 +3365,7 @@ class Pending:
         return self._for_batches(group[name] for name in opened.ids if name in flight.over)
 
     def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
+        """Of these, the items for new batches; a quarantined one becomes a flight of its own."""
         for item in items:
             flags = self._flags(item)
             if flags & self._settled:
@@ -3391,10 +3399,10 @@ def interleaved(arms: Sequence[Pending]) -> Iterator[Flight]:
 
 
 class Pace:
-    """When the next call may begin.  Told the time, in seconds, and given its dice, so that it has neither.
+    """When the next call may begin.  Told the time, in seconds, and given its dice.
 
-    An endpoint that is overloaded halves the calls in flight, once for each wait; every reply lets them grow back by
-    a share, so that a whole round of replies adds one.
+    An endpoint that is overloaded halves the calls in flight, once for each wait; every reply lets
+    them grow back by a share, so that a whole round of replies adds one.
     """
 
     strikes = 0                         # failures in a row outside a wait
@@ -3408,7 +3416,7 @@ class Pace:
         self._dice = dice
 
     def opens(self, in_flight: int) -> float:
-        """The time from which a call may begin beside so many; infinity: not before one of them has ended."""
+        """From when a call may begin beside so many; infinity: not before one has ended."""
         if in_flight < int(self.limit):
             return max(self.held_until, self._slot)
         return math.inf
@@ -3423,15 +3431,19 @@ class Pace:
         self.limit = min(self._workers, self.limit + 1 / self.limit)
 
     def failed(self, failure: CallFailed, now: float, in_flight: int) -> float:
-        """How many seconds to put a failed call off: as long as the server says, else bounded exponential; jittered."""
+        """How many seconds to put a failed call off.
+
+        As long as the server says, else bounded exponential; jittered.
+        """
         held = now < self.held_until                    # of an episode whose wait is known
         overloaded = failure.status in OVERLOADED
-        self.strikes += not held
+        if not held:
+            self.strikes += 1
         if overloaded and not held:
             self.limit = max(1.0, min(self.limit, in_flight) / 2)
         told = failure.wait or 0.0
         wait = told + min(1.0, 0.1 * told + 0.05) * self._dice()        # never earlier than told
-        if failure.wait is None or self.strikes > 2:    # who says "0 s" again and again does not mean it
+        if failure.wait is None or self.strikes > 2:    # "0 s" again and again is not meant
             backoff = min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self.strikes - 1))
             wait = max(wait, backoff * (1 - 0.5 * self._dice()))
         if failure.wait is not None or overloaded or self.strikes > 1:
@@ -3465,7 +3477,8 @@ class Run:
     reason = ""                         # and why
     _begun = False                      # its own row is on the ledger
 
-    def __init__(self, task: Task, model: Model, arms: Sequence[Pending], options: Settings) -> None:
+    def __init__(self, task: Task, model: Model, arms: Sequence[Pending],
+                 options: Settings) -> None:
         self.task = task
         self.model = model
         self.arms = arms
@@ -3481,8 +3494,9 @@ class Run:
         self.left: Dict[str, str] = {}          # item that got no reply -> why
         self.say: Callable[[str], Any] = str    # until somebody listens
         self._hinted: Set[str] = set()
-        self._fruitless: Deque[Members] = collections.deque(maxlen=IN_A_ROW)    # rows since one was accepted
-        self._held: List[Members] = []          # and of these, the ones that are to quarantine
+        # Rows since one was accepted; and of these, the ones that are to quarantine.
+        self._fruitless: Deque[Members] = collections.deque(maxlen=IN_A_ROW)
+        self._held: List[Members] = []
 
     def begin(self, header: Header) -> bool:
         """Append the run's own row, once; whether it is there."""
@@ -3490,7 +3504,7 @@ class Run:
         return self._begun
 
     def request(self, ask: Ask) -> Tuple[str, Members, Members]:
-        """The prompt of an ask, and what to add to its request: a structure, and what differs from the first time."""
+        """The prompt of an ask, and two things to add: a structure, and what a retry changes."""
         structure: Members = {}
         params: Members = {}
         if self.model.structure is not None:
@@ -3499,10 +3513,11 @@ class Run:
             params = self.retry_params
         return build_prompt(ask.items, self.task, self.prompt_head), structure, params
 
-    def settle(self, ask: Ask, came: Came, context: Mapping[str, Any], sure: bool = False) -> Members:
+    def settle(self, ask: Ask, came: Came, context: Mapping[str, Any],
+               sure: bool = False) -> Members:
         """Make a row of what came for an ask, and let it take effect: the only place that does.
 
-        `context` is as for attempt_row, with `strict`; for a failure, the members to add to its row.
+        `context` is as for attempt_row, with `strict`; for a failure, members to add to its row.
         That a row quarantines is held back until a reply is accepted, unless the endpoint names the
         content and this model has been accepted before, or the caller is `sure`.  The row; empty
         where no reply came.
@@ -3542,18 +3557,19 @@ class Run:
         self.hint(code, "not accepted: " + reply_words(row, 120))
         first = ask.attempt == 1 and not ask.fallback and code not in HOPELESS
         if first and self.model.params.get("temperature") == 0 and not self.retry_params:
-            self.hint("same", "a first attempt at temperature 0 failed, and a model asked the same tends to "
-                      "say the same; try --retry-param temperature=0.7")
+            self.hint("same", "a first attempt at temperature 0 failed, and a model asked the same "
+                      "tends to say the same; try --retry-param temperature=0.7")
         return whole
 
     def confirm(self) -> None:
-        """Put into quarantine what was held back: a reply has been accepted since, or nothing is left to be asked."""
+        """Put into quarantine what was held back: a reply was accepted, or nothing is left."""
         held, self._held = self._held, []
         for row in held:
             self.tally.quarantined += len(self.append_event("quarantine", **set_aside(row)) or ())
 
-    def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None, **members: Any) -> None:
-        """A failure row.  The 429s of one episode are one row; the next row, or the run's last, counts the others."""
+    def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None,
+                       **members: Any) -> None:
+        """A failure row.  The 429s of one episode are one; the next row counts the others."""
         coalesced = self.tally.coalesced or None
         self.tally.coalesced = 0
         self.tally.failures += 1
@@ -3564,10 +3580,11 @@ class Run:
 
     def append_event(self, event: str, **members: Any) -> Optional[List[int]]:
         """Append a row that is no reply's; None when it was not written."""
-        return self._append(compact({"event": event, "at": timestamp(), "run": self.run_id, **members}))
+        row = {"event": event, "at": timestamp(), "run": self.run_id, **members}
+        return self._append(compact(row))
 
     def _append(self, row: Members) -> Optional[List[int]]:
-        """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
+        """Write a row, and only then let it take effect: the keys it settled, or None."""
         if not self.written(lambda ledger: ledger.append(row_parts(row))):
             return None
         return [key for arm in self.arms for key in arm.state.apply(row)]
@@ -3577,15 +3594,17 @@ class Run:
         try:
             write(self.ledger)
         except OSError as error:
-            self.stop("cannot write the ledger %s: %s" % (self.ledger.path, error.strerror), STOPPED)
+            words = "cannot write the ledger %s: %s" % (self.ledger.path, error.strerror)
+            self.stop(words, STOPPED)
             return False
         return True
 
     # ---- going on, or not ----
 
     def proven(self) -> bool:
-        """Whether a reply of this model has been accepted, in this run or an earlier one of the ledger."""
-        return any(model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
+        """Whether a reply of this model has been accepted, in this run or an earlier one."""
+        return any(model == self.model.name
+                   for arm in self.arms for model, _ in arm.state.answered_by)
 
     def in_vain(self) -> str:
         """Why a person should look first: so many calls brought no acceptable reply; else ""."""
@@ -3599,7 +3618,7 @@ class Run:
             values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
             most = "; most often: " + as_counts(dict(values.most_common(3)))
         advice = ADVICE.get(code, "change the instruction, --batch-size or --model")
-        return "%d calls brought no acceptable reply, as for %s%s; %s (--keep-going goes on all the same)" % (
+        return "%d calls brought no acceptable reply, as for %s%s; %s (or say --keep-going)" % (
             len(rows), reply_words(alike[-1], 200), most, advice)
 
     def hint(self, kind: str, words: str) -> None:
@@ -3609,14 +3628,14 @@ class Run:
             self.say(words)
 
     def stop(self, reason: str, code: int) -> None:
-        """Begin no further call.  The first reason stands, but an interrupt always shows in the exit code."""
+        """Begin no further call.  The first reason stands, unless there is an interrupt."""
         if not self.code or code == INTERRUPTED != self.code:
             self.code = code
             self.reason = reason
         self.lock.notify_all()
 
     def catch_signals(self) -> Dict[int, Any]:
-        """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger.
+        """Once: finish what is in flight.  Ctrl-C twice: leave at once, with a sound ledger.
 
         What was done before with each signal.
         """
@@ -3624,13 +3643,14 @@ class Run:
             if self.signals and number == signal.SIGINT:
                 for pid in list(RUNNING):
                     kill_group(pid)
-                leave(b"\nleft at once; what is on the ledger is safe: run the same command again\n")
+                leave(b"\nleft at once; what is on the ledger is safe: "
+                      b"run the same command again\n")
             self.signals.append(number)
         before: Dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for name in ("SIGINT", "SIGTERM", "SIGHUP"):
                 number = getattr(signal, name, None)
-                if number and signal.getsignal(number) is not signal.SIG_IGN:       # nohup ignores SIGHUP
+                if number and signal.getsignal(number) is not signal.SIG_IGN:   # as under nohup
                     before[number] = signal.signal(number, handler)
         return before
 
@@ -3638,22 +3658,25 @@ class Run:
 class Moment(NamedTuple):
     """What a thread knows that looks for its next call; times in seconds."""
 
-    due: float = math.inf               # when the next call may be made by itself; infinity: there is none
-    opens: float = 0.0                  # and when by the pace
+    due: float = math.inf               # when there is a call to make; infinity: there is none
+    opens: float = 0.0                  # when the pace lets it begin
     in_flight: int = 0
     spent: str = ""                     # the budget that is used up
     vain: str = ""                      # why a person should look first
 
 
 def next_step(at: Moment) -> Union[float, str]:
-    """When to make the next call, infinity: not before one has ended; or why there is none, "" when all is done."""
+    """When to make the next call, or why none is made any more; "": all is done.
+
+    Infinity: not before another has ended, which may be accepted though so many were not.
+    """
     if at.vain and not at.in_flight:
         return at.vain
     if at.spent and at.due < math.inf:
         return at.spent
     if at.due == math.inf and not at.in_flight:
         return ""
-    if at.vain:                         # one of those in flight may still be accepted
+    if at.vain:
         return math.inf
     return max(at.due, at.opens)
 
@@ -3676,12 +3699,12 @@ class Pool:
         self._most = run.options.workers
         self._pace = Pace(self._most, run.options.rpm, random.random)
         self._flights = interleaved(run.arms)
-        self._queue: List[Tuple[float, int, Queued]] = []       # a heap: when it may be made, its number, a call
+        self._queue: List[Tuple[float, int, Queued]] = []       # a heap: due when, number, call
         self._numbers = itertools.count()
         self._threads: List[threading.Thread] = []
 
     def work(self, ledger: Ledger, header: Header, say: Speaker) -> None:
-        """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
+        """Ask everything pending, to the end of the last call.  Nothing pending: no row."""
         run = self._run
         run.ledger = ledger
         run.say = say
@@ -3693,8 +3716,8 @@ class Pool:
                 return
         before = run.catch_signals()
         try:
-            # The end of the first thread loads a library.  Where no file can be opened any more by then, glibc aborts
-            # the process (Python 3.8 and 3.9).
+            # The end of the first thread loads a library.  Where no file can be opened any more by
+            # then, glibc aborts the process (Python 3.8 and 3.9).
             with contextlib.suppress(RuntimeError):
                 first = threading.Thread(target=int)
                 first.start()
@@ -3726,7 +3749,7 @@ class Pool:
             self._threads.append(thread)
 
     def _watch(self, say: Speaker) -> None:
-        """The main thread until the last worker has ended: signals, the disk, what is to be said."""
+        """The main thread until the last worker has ended: signals, the disk, the live line."""
         run = self._run
         synced = spoken = self._began
         while self._threads:
@@ -3740,7 +3763,8 @@ class Pool:
                 if say.closed and self._threads:
                     run.stop("the terminal was closed", STOPPED)
                 if run.code and self._in_flight:
-                    run.hint("stop", "stopping: %s; waiting for %d calls in flight" % (run.reason, self._in_flight))
+                    run.hint("stop", "stopping: %s; waiting for %d calls in flight" % (
+                        run.reason, self._in_flight))
                 if now - synced > 1:
                     synced = now
                     run.written(lambda ledger: ledger.sync())
@@ -3754,7 +3778,7 @@ class Pool:
         say.live("")
 
     def _progress(self, now: float) -> List[str]:
-        """How far the run is, the most wanted first; only what it does itself counts for its speed."""
+        """How far the run is, the most wanted first."""
         tally, figures = self._run.tally, self._run.figures
         done = tally.answered + tally.quarantined
         speed = done / (now - self._began)
@@ -3772,7 +3796,7 @@ class Pool:
     # ---- the threads ----
 
     def _thread(self) -> None:
-        """Make calls until there are none; the lock is taken once for each, to settle it and choose the next."""
+        """Make calls until there are none; the lock is taken once for each."""
         run = self._run
         try:
             with run.lock:
@@ -3783,14 +3807,14 @@ class Pool:
                     self._in_flight -= 1
                     follow()
                     queued = self._next()
-        except BaseException as error:      # a thread's error is data for the main thread, which raises it
+        except BaseException as error:      # data for the main thread, which raises it
             with run.lock:
                 if not isinstance(error, HarnessError):
                     self._error = error
                 run.stop(str(error) or type(error).__name__, STOPPED)
 
     def _next(self) -> Optional[Queued]:
-        """The next call to make, waiting where there is none yet; None when this thread makes no more."""
+        """The next call to make, once it may begin; None when this thread makes no more."""
         run, pace = self._run, self._pace
         while not run.code and self._workers <= max(1, self._most):
             now = time.monotonic()
@@ -3814,7 +3838,7 @@ class Pool:
             run.lock.wait(min(step - now, 60))          # infinity is no time to wait
             self._waiting -= 1
         self._workers -= 1
-        run.lock.notify_all()               # that this thread has nothing more to do may hold for others
+        run.lock.notify_all()               # others may have nothing more to do, either
         return None
 
     def _moment(self, now: float) -> Moment:
@@ -3869,14 +3893,16 @@ class Pool:
         row = run.settle(queued.ask, came, context)
         self._push(queued.flight.told(queued.ask, row["verdict"]))
         if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
-            run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to read only "
-                     "a part; %s, or take a smaller --batch-size or --batch-chars" % (
-                         came.tokens_in, len(queued.ask.items), run.model.roomier or "give it a larger context"))
+            roomier = run.model.roomier or "give it a larger context"
+            run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to "
+                     "read only a part; %s, or take a smaller --batch-size or --batch-chars" % (
+                         came.tokens_in, len(queued.ask.items), roomier))
 
     def _no_files(self, queued: Queued) -> None:
-        """No file descriptor was left for a call: another worker makes it; the last one tries once more."""
+        """No file descriptor was left for a call: another worker makes it, or the last again."""
         run = self._run
-        words = "too few files may be open for so many workers; raise `ulimit -n`, or lower --workers"
+        words = ("too few files may be open for so many workers; raise `ulimit -n`, or lower "
+                 "--workers")
         run.tally.calls -= 1
         run.hint("files", words + " (going on with fewer)")
         self._push([queued])
@@ -3885,7 +3911,7 @@ class Pool:
             run.stop(words, STOPPED)
 
     def _failed(self, queued: Queued, failure: CallFailed) -> None:
-        """A call that brought no reply: wait and repeat; too long or too often, leave it, or end the run."""
+        """A call that brought no reply: repeat it later, leave it, or end the run."""
         run, pace, (flight, ask) = self._run, self._pace, queued
         if failure.kind == "stop":
             run.settle(ask, failure, {})
@@ -3911,9 +3937,11 @@ class Pool:
             if ask.last_form:
                 run.left.update(dict.fromkeys(ask.ids, failure.detail))
         elif pace.strikes >= patience:
-            run.stop("the model failed %d times in a row: %s" % (pace.strikes, failure.detail), STOPPED)
+            words = "the model failed %d times in a row: %s" % (pace.strikes, failure.detail)
+            run.stop(words, STOPPED)
         else:
-            run.hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
+            run.hint("failed %s" % failure.status,
+                     "a call brought no reply and is made again (%s)" % failure.detail)
             self._push([queued], now + wait)
 
 
