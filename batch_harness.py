@@ -7438,7 +7438,6 @@ REFUSED = (
     ("task", "stage", "holds the stage; leave --stage out"),
     ("max_calls", "batch_api", "means nothing to batch jobs; bound them with --limit"),
 )
-ABOUT_JOBS = ("no_wait", "adopt", "abandon", "finish")
 
 
 def spelled(name: str) -> str:
@@ -7456,7 +7455,7 @@ def check_options(options: Settings) -> None:
     for name, other, words in REFUSED:
         if given(options, name) and given(options, other):
             raise HarnessError("%s %s" % (spelled(name), words))
-    for name in ABOUT_JOBS:
+    for name in ("no_wait", "adopt", "abandon", "finish"):
         if given(options, name) and options.command == "run" and not options.batch_api:
             raise HarnessError("%s is about batch jobs; say --batch-api, too" % spelled(name))
     part, parts = options.shard
@@ -7464,11 +7463,9 @@ def check_options(options: Settings) -> None:
         raise HarnessError("--shard %d/%d is none of its parts; count them from 1" % options.shard)
     for option, pairs in (("--param", options.param), ("--retry-param", options.retry_param),
                           ("--set", options.columns)):
-        names = [name for name, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
-                raise HarnessError("%s %s is given %d times; give it once" % (
-                    option, name, names.count(name)))
+        for name, count in collections.Counter(name for name, _ in pairs).items():
+            if count > 1:
+                raise HarnessError("%s %s is given %d times; give it once" % (option, name, count))
 
 
 def check_files(options: Settings) -> None:
@@ -7602,10 +7599,11 @@ def taken_up(run: Run, source: Source, rows: Iterable[Mapping[str, Any]]) -> Job
 
 def check_ledger(options: Settings, model: Model, state: State) -> None:
     """HarnessError when a ledger holds what cannot be gone on with."""
-    if options.command == "trial" and state.sizes not in (None, list(options.sizes)):
+    sizes = state.sizes or list(options.sizes)
+    if options.command == "trial" and sizes != list(options.sizes):
         raise HarnessError(
             "this ledger holds a trial of this task at --sizes %s; go on with these, "
-            "or name another --ledger" % ",".join(map(str, state.sizes or ())))
+            "or name another --ledger" % ",".join(map(str, sizes)))
     if state.demo not in (None, is_demo(model.name)):
         raise HarnessError(
             "this ledger holds %s answers, and those of --model %s do not go with them; "
@@ -7634,33 +7632,11 @@ def check_jobs(options: Settings, model: Model, state: JobState) -> None:
             raise HarnessError("%s was asked of %s, and this is %s; take it up there first" % (
                 job.called, there, here))
         if made != engine and options.abandon not in (key, job.name, job.called):
-            way = "say --batch-api, alone or"
-            if made == "file":
-                way = "`collect` its results, or `emit`"
+            way = "`collect` its results, or `emit`"
+            if made == "provider":
+                way = "say --batch-api, alone or"
             raise HarnessError("%d items wait for the results of %s; %s with --abandon %s" % (
                 job.items, job.called, way, job.called))
-
-
-def calls_to_expect(pending: Pending) -> Tuple[int, str]:
-    """How many items are to be asked at one size, and in how many calls."""
-    options = pending.options
-    state = pending.state
-    alone = state.count(QUARANTINED) if options.retry_quarantined else 0    # a call of its own each
-    asked = state.count(FROZEN) - state.count(ANSWERED) - state.count(QUARANTINED) + alone
-    if options.limit:
-        asked = min(asked, options.limit)
-        alone = min(asked, alone)
-    batched = asked - alone
-    calls = alone + math.ceil(batched / pending.size)
-    # How texts fall into batches is not known before.
-    if options.batch_chars is not None or state.open or (options.limit and alone):
-        return asked, "about %d calls" % calls
-    most = calls * options.attempts
-    if pending.size > 1 and options.on_failure != "exclude":
-        most += batched * options.attempts
-        if options.on_failure == "split":
-            most += batched
-    return asked, "about %d calls if every reply is good, at most %d" % (calls, most)
 
 
 def outlook(run: Run, frozen: Frozen) -> str:
@@ -7672,21 +7648,44 @@ def outlook(run: Run, frozen: Frozen) -> str:
     for pending in run.arms:
         state = pending.state
         items, answered, quarantined = map(state.count, (FROZEN, ANSWERED, QUARANTINED))
-        settled = answered + quarantined
-        asked, calls = calls_to_expect(pending)
-        run.tally.pending += asked
+        left = items - answered - quarantined
+        calls = calls_to_expect(run, pending, left, quarantined)
         if state.arm is None:
-            first += ": %d answered, %d quarantined, %d pending" % (
-                answered, quarantined, items - settled)
+            first += ": %d answered, %d quarantined, %d pending" % (answered, quarantined, left)
             lines.append("at batch size %d: %s" % (pending.size, calls))
         else:
             lines.append("arm %d, size %d: %d of %d items settled, %s; at best it can show %s" % (
-                state.arm, pending.size, settled, items, calls, at_best(items // pending.size)))
+                state.arm, pending.size, items - left, items, calls,
+                at_best(items // pending.size)))
     if run.options.command == "trial":
         first += ": a sample of %d" % items
         lines += trial_words(run.options.sizes)
     lines.append("a call that brings no reply is made again; texts go to " + run.model.host)
     return "\n".join([first, *lines])
+
+
+def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
+    """How many calls the items of one size take; counts them as pending.
+
+    `asked` items are open, and `alone` are quarantined: a call of its own for each, where at all.
+    """
+    options = run.options
+    if not options.retry_quarantined:
+        alone = 0
+    asked = min(asked + alone, options.limit or asked + alone)
+    alone = min(asked, alone)
+    batched = asked - alone
+    run.tally.pending += asked
+    calls = alone + math.ceil(batched / pending.size)
+    # How texts fall into batches is not known before.
+    if options.batch_chars is not None or pending.state.open or (options.limit and alone):
+        return "about %d calls" % calls
+    most = calls * options.attempts
+    if pending.size > 1 and options.on_failure != "exclude":
+        most += batched * options.attempts
+        if options.on_failure == "split":
+            most += batched
+    return "about %d calls if every reply is good, at most %d" % (calls, most)
 
 
 def trial_words(sizes: Sequence[int]) -> Iterator[str]:
@@ -7756,20 +7755,17 @@ def answered_words(run: Run) -> str:
             "--ledger" % ", ".join("%s at size %d" % name for name in by))
 
 
-def run_header(run: Run, frozen: Frozen) -> Dict[str, Any]:
+KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
+        "deadline")             # options that stand in a run's row under their own names
+
+
+def run_header(run: Run, frozen: Frozen) -> Members:
     """The members of a run's own row."""
     options = run.options
     task = run.task
     model = run.model
     first = run.arms[0]
-    arms = None
-    if first.state.arm is not None:
-        arms = [pending.size for pending in run.arms]
-    shard = None
-    if given(options, "shard"):
-        shard = "%d/%d" % options.shard
-    asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit",
-             "max_calls", "deadline")
+    trial = options.command == "trial"
     return {
         "model": model.name,
         "host": model.host,
@@ -7779,15 +7775,15 @@ def run_header(run: Run, frozen: Frozen) -> Dict[str, Any]:
         "form": task.form,
         "params": model.params,
         "api_version": model.api_version,
-        "arms": arms,
-        **{name: getattr(options, name) for name in asked},
+        "arms": [pending.size for pending in run.arms] if trial else None,
+        **{name: getattr(options, name) for name in KEPT},
         "policy": first.policy._asdict(),
         "strict_order": options.order == "strict",
         "retry_params": run.retry_params,
         "input": first.source.name,
         **frozen._asdict(),
         "digest": first.state.digest(options.id_length),
-        "shard": shard,
+        "shard": "%d/%d" % options.shard if given(options, "shard") else None,
         "harness": __version__,
         "python": sys.version.split()[0],
     }
@@ -7839,9 +7835,8 @@ def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> in
             % run.tally.lost)
     if run.left and not code:
         code = STOPPED
-        reason = "%d items got no reply after %d tries, such as %s" % (
-            len(run.left), MAX_FAILURES,
-            ", ".join("%s (%s)" % entry for entry in list(run.left.items())[:3]))
+        reason = "%d items got no reply after %d tries, such as %s (%s)" % (
+            len(run.left), MAX_FAILURES, *next(iter(run.left.items())))
     if code:
         out("%s: %s%s" % (
             "waiting" if code == WAITING else "stopped early", reason,
@@ -7892,7 +7887,7 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
             collections.deque(bad, maxlen=0)
         rows = exported(source, task, ledgers, options.id_length)
         export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
-    target = "standard output" if options.output == "-" else options.output
+    target = options.output if given(options, "output") else "standard output"
     say("%d rows to %s: %s" % (sum(tally.values()), target, as_counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
         say("no text of this input has an answer on %s (a trial's are not exported); check "
