@@ -29,6 +29,7 @@ import signal
 import socket
 import sqlite3
 import ssl
+import struct
 import subprocess
 import sys
 import tempfile
@@ -48,6 +49,7 @@ SEED = int(os.environ.get("BATCH_HARNESS_SEED") or random.SystemRandom().randran
 LABELS = bh.load_task({"instruction": "Good or bad?", "fields": {"answer": {"enum": ["good", "bad"]}}})
 MARK = "876.%d" % os.getpid()       # a time to sleep by which a child of this process is known
 KEY = "sk-test-FAKEKEY-0123456789"
+LEDGER = "runs/ledger.jsonl"
 
 
 class Case(unittest.TestCase):
@@ -58,8 +60,10 @@ class Case(unittest.TestCase):
         self.addCleanup(folder.cleanup)
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(folder.name)
-        clean = {k: v for k, v in os.environ.items() if "proxy" not in k.lower() and not re.match("OPENAI_|ANTHROPIC_", k)}
-        for patch in (mock.patch.dict(os.environ, clean, clear=True), mock.patch.object(bh, "BACKOFF", 0.01)):
+        clean = {name: value for name, value in os.environ.items()
+                 if not re.search("(?i)proxy|^OPENAI_|^ANTHROPIC_", name)}
+        for patch in (mock.patch.dict(os.environ, clean, clear=True),
+                      mock.patch.object(bh, "BACKOFF", 0.01)):
             patch.start()
             self.addCleanup(patch.stop)
 
@@ -74,15 +78,15 @@ class Case(unittest.TestCase):
 
     def main(self, *argv):
         """The command line in this process: exit code, standard output, standard error."""
-        out, err = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        streams = [io.TextIOWrapper(io.BytesIO(), "utf-8") for _ in range(2)]
+        with contextlib.redirect_stdout(streams[0]), contextlib.redirect_stderr(streams[1]):
             code = bh.main([str(word) for word in argv])
-        out.flush()
-        err.flush()
-        return code, out.buffer.getvalue().decode("utf-8"), err.buffer.getvalue().decode("utf-8")
+        for stream in streams:
+            stream.flush()
+        return (code, *(stream.buffer.getvalue().decode("utf-8") for stream in streams))
 
     def refused(self, *argv):
-        """The one line of a command that must be refused with exit 2, without a call and without a ledger."""
+        """The words of a command that is refused with exit 2, without a call and a ledger."""
         code, out, err = self.main(*argv)
         self.assertEqual((code, out), (2, ""), err)
         self.assertRegex(err.splitlines()[-1], r"^batch_harness: .+; .+")
@@ -90,18 +94,18 @@ class Case(unittest.TestCase):
         return err
 
     def process(self, *argv, **options):
-        options.setdefault("preexec_fn", usual_signals if os.name == "posix" else None)
-        for stream in ("stdout", "stderr"):
-            options.setdefault(stream, subprocess.PIPE)
-        return subprocess.Popen([sys.executable, PROGRAM] + [str(word) for word in argv], stdin=subprocess.DEVNULL, **options)
+        usual = {"preexec_fn": usual_signals if os.name == "posix" else None,
+                 "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+        words = [sys.executable, PROGRAM, *map(str, argv)]
+        return subprocess.Popen(words, stdin=subprocess.DEVNULL, **usual)
 
-    def bytes(self, path="runs/ledger.jsonl"):
+    def bytes(self, path=LEDGER):
         with open(path, "rb") as file:
             return file.read()
 
     def rows(self, path, event="attempt"):
-        with open(path, "rb") as file:
-            return [row for row in map(json.loads, file.read().split(b"\n")[:-1]) if row["event"] == event]
+        rows = map(json.loads, self.bytes(path).split(b"\n")[:-1])
+        return [row for row in rows if row["event"] == event]
 
     def wait_for(self, condition, what):
         for _ in range(1500):
@@ -137,28 +141,31 @@ def asked_in(prompt):
 class TheFile(Case):
     SOURCE = open(PROGRAM, encoding="utf-8").read()
     ABOVE, BELOW = SOURCE.split("# THE TRUST LINE", 1)
+    NODES = list(ast.walk(ast.parse(SOURCE)))
 
     def test_above_the_trust_line_stands_alone(self):
         module = types.ModuleType("above")
-        sys.modules["above"] = module
-        self.addCleanup(sys.modules.pop, "above")
-        exec(compile(self.ABOVE.rpartition("\n# ###")[0], "above", "exec"), vars(module))
-        items = [module.Item("a"), module.Item("b")]
-        good = module.run_batch(items, lambda prompt: reply_to(items))
+        with mock.patch.dict(sys.modules, above=module):
+            exec(compile(self.ABOVE.rpartition("\n# ###")[0], "above", "exec"), vars(module))
+            items = [module.Item("a"), module.Item("b")]
+            good = module.run_batch(items, lambda prompt: reply_to(items))
         self.assertEqual(good.answers, {item.id: "good" for item in items})
         self.assertFalse(hasattr(module, "main"))
 
     def test_answers_come_from_validate_alone(self):
-        below = ast.parse(self.BELOW.split("\n", 2)[2].partition("\n# ####")[2].partition("\n")[2])
-        for node in ast.walk(below):
+        known = ("Verdict", "_Refused", "_answer", "_elements", "_by_id")
+        self.assertTrue(all(hasattr(bh, name) for name in known))
+        line = self.ABOVE.count("\n")
+        for node in self.NODES:
+            if getattr(node, "lineno", 0) <= line:
+                continue
             if isinstance(node, ast.Name):
-                self.assertNotIn(node.id, ("Verdict", "_Refused", "_answer", "_elements", "_by_id"))
+                self.assertNotIn(node.id, known)
             if isinstance(node, ast.Dict):
-                keys = [key.value for key in node.keys if isinstance(key, ast.Constant)]
-                self.assertNotIn("answers", keys)
-                events = [v.value for k, v in zip(node.keys, node.values) if isinstance(k, ast.Constant)
-                          and k.value == "event" and isinstance(v, ast.Constant)]
-                self.assertNotIn("attempt", events)
+                members = [(getattr(key, "value", None), getattr(value, "value", None))
+                           for key, value in zip(node.keys, node.values)]
+                self.assertNotIn("answers", dict(members))
+                self.assertNotIn(("event", "attempt"), members)
             if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
                 self.assertNotIn("answers", ast.dump(node.slice))
             if isinstance(node, ast.keyword):
@@ -168,23 +175,24 @@ class TheFile(Case):
         known = getattr(sys, "stdlib_module_names", None)
         if known is None:
             self.skipTest("this Python does not list its modules")
-        for node in ast.walk(ast.parse(self.SOURCE)):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else \
-                [node.module] if isinstance(node, ast.ImportFrom) else []
-            for name in names:
-                self.assertIn(name.split(".")[0], known)
+        names = [alias.name for node in self.NODES if isinstance(node, ast.Import)
+                 for alias in node.names]
+        names += [node.module for node in self.NODES if isinstance(node, ast.ImportFrom)]
+        self.assertLessEqual({name.split(".")[0] for name in names}, known)
 
     def test_every_public_definition_says_what_it_is(self):
-        for node in ast.walk(ast.parse(self.SOURCE)):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and not node.name.startswith("_") and node.col_offset == 0:
+        for node in ast.parse(self.SOURCE).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_":
                 self.assertTrue(ast.get_docstring(node), node.name)
 
     def test_heavy_modules_are_imported_only_where_they_are_used(self):
-        code = "import sys, batch_harness; print(sorted(m for m in sys.modules if m.split('.')[0] in %r))" % (
-            ["ssl", "http", "sqlite3", "csv", "urllib", "random", "subprocess", "tempfile", "gzip", "email", "socket"],)
-        run = subprocess.run([sys.executable, "-I", "-S", "-c", "import sys; sys.path.insert(0, %r); %s" % (HERE, code)],
+        code = "import sys; sys.path.insert(0, %r); import batch_harness; print(*sys.modules)"
+        run = subprocess.run([sys.executable, "-I", "-S", "-c", code % HERE],
                              stdout=subprocess.PIPE, check=True)
-        self.assertEqual(run.stdout.strip(), b"[]")
+        heavy = ("ssl", "http", "sqlite3", "csv", "urllib", "random", "subprocess", "tempfile",
+                 "gzip", "email", "socket")
+        found = {name.split(".")[0] for name in run.stdout.decode().split()}
+        self.assertFalse(found.intersection(heavy))
 
     def test_no_two_verdicts_normalisations_or_exits_share_a_word(self):
         self.assertEqual(set(bh.EXITS), {0, 1, 2, 3, 4, 130})
@@ -1701,29 +1709,77 @@ class Ledgers(Case):
 
 def completion(text, **more):
     """The body of a chat completion."""
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-    return json.dumps(dict({"id": "x", "object": "chat.completion", "model": "served-1", "choices": [choice],
-                            "usage": {"prompt_tokens": 40, "completion_tokens": 9}}, **more)).encode()
+    message = {"role": "assistant", "content": text}
+    return json.dumps({
+        "id": "x", "object": "chat.completion", "model": "served-1",
+        "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 40, "completion_tokens": 9}, **more}).encode()
+
+
+def choice(finish="stop", **message):
+    """The body of a chat completion whose message has these members."""
+    return completion("", choices=[{"message": message, "finish_reason": finish}])
 
 
 def message(text, **more):
     """The body of a reply of Anthropic's Messages API."""
-    return json.dumps(dict({"id": "msg_1", "type": "message", "role": "assistant", "model": "served-2", "content": [{"type": "text", "text": text}],
-                            "stop_reason": "end_turn", "stop_sequence": None, "usage": {
-                                "input_tokens": 40, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 2, "output_tokens": 9}}, **more)).encode()
+    return json.dumps({
+        "id": "msg_1", "type": "message", "role": "assistant", "model": "served-2",
+        "content": [{"type": "text", "text": text}], "stop_reason": "end_turn",
+        "stop_sequence": None, "usage": {
+            "input_tokens": 40, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 2,
+            "output_tokens": 9}, **more}).encode()
 
 
 def error_body(**members):
     return json.dumps({"error": members}).encode()
 
 
+def error(status, words="x", /, **members):
+    """An answer that is an error of the form that most APIs have."""
+    return status, error_body(message=words, **members)
+
+
+def raw(data, drip=b"", pause=0.05):
+    """Writes bytes below HTTP, then some more one at a time, and closes the connection."""
+    def act(handler):
+        handler.close_connection = True
+        handler.wfile.write(data)
+        for byte in drip:
+            handler.wfile.write(bytes([byte]))
+            time.sleep(pause)
+    return act
+
+
+def reset(handler):
+    """Ends the connection so that the other side meets an error."""
+    linger = struct.pack("ii", 1, 0)
+    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+    os.close(handler.connection.detach())       # a shutdown before it would be an end, and no reset
+    handler.close_connection = True
+
+
+def at(when, action, good=completion):
+    """A script: `action` at calls of these numbers or for prompts that match, else good answers."""
+    def script(prompt, number):
+        if re.search(when, prompt) if isinstance(when, str) else number in when:
+            return action
+        return good(reply_to_prompt(prompt))
+    return script
+
+
 class Endpoint:
-    """`script(prompt, number)` gives bytes, a status with bytes and headers, or a function of the handler."""
+    """`script(prompt, number)` gives an action: the body of a success, the status of an answer or
+    (status, body, headers), of which the last may be left out, or a function of the handler.
+    """
 
     def __init__(self, script=None):
         endpoint = self
-        self.script = script or (lambda prompt, number: completion(reply_to_prompt(prompt)))
-        self.requests, self.times, self.connections, self.lock, self.in_flight, self.most = [], [], 0, threading.Lock(), 0, 0
+        self.script = script or at((), None)
+        self.early = None               # the action for a request of which only a part is read
+        self.tunnel = 501               # the action for a proxy's CONNECT
+        self.requests, self.times, self.lock = [], [], threading.Lock()
+        self.connections = self.in_flight = self.most = 0
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -1732,30 +1788,47 @@ class Endpoint:
             def setup(self):
                 super().setup()
                 endpoint.connections += 1
+                self.calls = 0          # on this connection
 
             def do_POST(self):
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if endpoint.early:
+                    endpoint.early(self)
+                    return
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                self.prompt = body["messages"][0]["content"]
+                self.calls += 1
                 with endpoint.lock:
-                    endpoint.requests.append((self.path, dict(self.headers), json.loads(body)))
+                    endpoint.requests.append((self.path, dict(self.headers), body))
                     endpoint.times.append(time.monotonic())
                     number = len(endpoint.requests)
                     endpoint.in_flight += 1
                     endpoint.most = max(endpoint.most, endpoint.in_flight)
                 try:
-                    came = endpoint.script(json.loads(body)["messages"][0]["content"], number)
-                    if callable(came):
-                        came(self)
-                    else:
-                        self.answer(*((200, came, {}) if isinstance(came, bytes) else came))
-                except (BrokenPipeError, ConnectionResetError):
-                    self.close_connection = True
+                    self.act(endpoint.script(self.prompt, number))
                 finally:
                     with endpoint.lock:
                         endpoint.in_flight -= 1
 
-            def answer(self, status, body, headers):
+            def do_CONNECT(self):
+                self.act(endpoint.tunnel)
+
+            def act(self, action):
+                try:
+                    if callable(action):
+                        action(self)
+                    elif isinstance(action, bytes):
+                        self.answer(200, action)
+                    elif isinstance(action, int):
+                        self.answer(action)
+                    else:
+                        self.answer(*action)
+                except (BrokenPipeError, ConnectionResetError):
+                    self.close_connection = True
+
+            def answer(self, status, body=b"", headers=()):
                 self.send_response(status)
-                for name, value in {"Content-Length": str(len(body)), "x-request-id": "req-1", **headers}.items():
+                usual = {"Content-Length": str(len(body)), "x-request-id": "req-1"}
+                for name, value in {**usual, **dict(headers)}.items():
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
@@ -1764,7 +1837,7 @@ class Endpoint:
                 pass
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
-        self.server.handle_error = lambda request, address: None       # a client that was killed
+        self.server.handle_error = lambda request, address: None        # a client that was killed
         self.base = "http://127.0.0.1:%d/v1" % self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
@@ -1778,1251 +1851,1122 @@ def reply_to_prompt(prompt, value="good"):
 
 
 class EndpointCase(Case):
+    def keys(self, key=KEY):
+        """Put a key into the variable of every provider."""
+        variables = [row.key for row in bh.PROVIDERS.values() if row.key]
+        os.environ.update(dict.fromkeys(variables, key))
+
     def serve(self, script=None):
         endpoint = Endpoint(script)
         self.addCleanup(endpoint.close)
-        os.environ["OPENAI_API_KEY"] = KEY
+        self.keys()
         return endpoint
 
     def ask(self, endpoint, count=1, *more, model="openai:asked-1"):
         """Run over `count` items; nothing that is printed or written may hold the key."""
         if count:
             self.items_file(count)
-        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), os.environ["OPENAI_API_KEY"]))
-        code, out, err = self.main("--input", "items.jsonl", "--model", model, "--base-url", endpoint.base, "--workers", "1", *more)
-        written = self.bytes().decode() if os.path.exists("runs/ledger.jsonl") else ""
+        words = ("--input", "items.jsonl", "--model", model, "--base-url", endpoint.base)
+        code, out, err = self.main(*words, "--workers", "1", *more)
+        written = self.bytes().decode() if os.path.exists(LEDGER) else ""
         for text in (out, err, written):
             self.assertNotIn(KEY, text)
         return code, out, err
 
+    def play(self, script, count=1, *more, model="openai:asked-1", key=KEY, tail=""):
+        """What came of a run with a new ledger; `tail` ends the base URL."""
+        shutil.rmtree("runs", ignore_errors=True)
+        server = self.serve(script)
+        self.keys(key)
+        server.base += tail
+        code, out, err = self.ask(server, count, *more, model=model)
+        server.close()
+        rows = self.rows(LEDGER)
+        return types.SimpleNamespace(
+            code=code, out=out, err=err, said=out + err + self.bytes().decode(), rows=rows,
+            verdicts=[row["verdict"] for row in rows], failures=self.failures(),
+            server=server, requests=server.requests, calls=len(server.requests))
+
+    def fresh(self, model, count=1, *more):
+        """A run of `count` items with a new ledger over a model that needs no server."""
+        shutil.rmtree("runs", ignore_errors=True)
+        return self.main("--input", self.items_file(count), "--model", model, *more)
+
     def failures(self):
-        return self.rows("runs/ledger.jsonl", "failure")
-
-    def listen(self, answer):
-        """A server below HTTP: `answer` gets each connection, which is closed after it.  An object with its base URL."""
-        listener, peers = socket.socket(), []
-        self.addCleanup(listener.close)
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(8)
-
-        def serve():
-            with contextlib.suppress(OSError):
-                while True:
-                    peer, _ = listener.accept()
-                    peers.append(peer)
-                    with contextlib.suppress(OSError), peer:
-                        answer(peer)
-        threading.Thread(target=serve, daemon=True).start()
-        os.environ["OPENAI_API_KEY"] = KEY
-        return types.SimpleNamespace(base="http://127.0.0.1:%d/v1" % listener.getsockname()[1], peers=peers)
+        return self.rows(LEDGER, "failure")
 
 
 class Models(EndpointCase):
-    def test_an_endpoint_is_asked_as_its_api_wants(self):
-        server = self.serve()
-        code, out, err = self.ask(server, 3, "--batch-size", "3", "--param", "temperature=0", "--param", 'stop=["x"]')
-        [(path, headers, body)] = server.requests
-        self.assertEqual((path, headers["Authorization"], headers["Content-Type"]), ("/v1/chat/completions", "Bearer " + KEY, "application/json"))
-        self.assertEqual((body["model"], body["temperature"], body["stop"], len(body["messages"])), ("asked-1", 0, ["x"], 1))
-        self.assertIs(body["stream"], False)                # some gateways stream unless they are told
-        [row] = self.rows("runs/ledger.jsonl")
-        self.assertEqual((row["model_string"], row["tokens_in"], row["tokens_out"], row["finish"], row["request_id"]), ("served-1", 40, 9, "stop", "req-1"))
-        self.assertIn("texts go to " + server.base, err)
+    # ---- how an endpoint is asked ----
 
-    # For each provider: a reply as it comes there, an error as it comes there with its status, and what that error means.
-    ROWS = {
-        "openai": (lambda text: completion(text, service_tier="default", system_fingerprint="fp"), 429,
-                   {"error": {"message": "Quota used up.", "type": "insufficient_quota", "param": None, "code": "insufficient_quota"}}, "stop"),
-        "anthropic": (lambda text: message("", content=[{"type": "thinking", "thinking": "hm [1]", "signature": "c2ln"}, {"type": "text", "text": text}]), 429,
-                      {"type": "error", "error": {"type": "rate_limit_error", "message": "cap", "details": {"error_code": "enforced_spend_limit_reached"}}}, "stop"),
-        "ollama": (lambda text: completion("", choices=[{"index": 0, "message": {"role": "assistant", "content": text, "reasoning": "[1]"}, "finish_reason": None}]),
-                   404, {"error": {"message": "model not found, try pulling it first", "type": "not_found_error", "param": None, "code": None}}, "stop"),
-        "openrouter": (lambda text: completion(text, provider="Demo", id="gen-1"), 403,
-                       {"error": {"code": 403, "message": "flagged", "metadata": {"reasons": ["x"]}}}, "rejected"),
-        "gemini": (completion, 400, [{"error": {"code": 400, "message": "Unknown name", "status": "INVALID_ARGUMENT", "details": []}}], "rejected"),
-        "deepseek": (lambda text: b"\n\n\n" + completion("", choices=[{"message": {"content": text, "reasoning_content": "[1]"}, "finish_reason": "stop"}]), 402,
-                     {"error": {"message": "Balance is used up.", "type": "unknown_error", "param": None, "code": "invalid_request_error"}}, "stop"),
-        "dashscope": (completion, 400, {"error": {"message": "blocked", "code": "data_inspection_failed", "type": "data_inspection_failed"}}, "rejected"),
-        "mistral": (lambda text: completion("", choices=[{"message": {"content": [{"type": "thinking", "thinking": [{"type": "text", "text": "[1]"}]},
-                                                                                {"type": "text", "text": text}]}, "finish_reason": "stop"}]), 422,
-                    {"detail": [{"type": "missing", "loc": ["body", "messages"], "msg": "Field required", "input": None}]}, "rejected"),
-        "groq": (completion, 498, {"error": {"message": "Flex capacity is full.", "type": "capacity_exceeded", "code": "capacity_exceeded"}}, "retry"),
-        "azure": (lambda text: completion(text, prompt_filter_results=[]), 404, {"error": {"code": "404", "message": "Resource not found"}}, "stop"),
-    }
+    REPLIES = {         # text -> the body of a reply as it comes from each provider
+        "openai": lambda text: completion(text, service_tier="default", system_fingerprint="fp"),
+        "anthropic": lambda text: message("", content=[
+            {"type": "thinking", "thinking": "hm [1]", "signature": "c2ln"},
+            {"type": "text", "text": text}]),
+        "ollama": lambda text: choice(role="assistant", content=text, reasoning="[1]"),
+        "openrouter": lambda text: completion(text, provider="Demo", id="gen-1"),
+        "gemini": completion,
+        "deepseek": lambda text: b"\n\n\n" + choice(content=text, reasoning_content="[1]"),
+        "dashscope": completion,
+        "mistral": lambda text: choice(content=[
+            {"type": "thinking", "thinking": [{"type": "text", "text": "[1]"}]},
+            {"type": "text", "text": text}]),
+        "groq": completion,
+        "azure": lambda text: completion(text, prompt_filter_results=[])}
 
     def test_every_provider_is_asked_and_understood_by_its_row(self):
-        self.assertEqual(set(self.ROWS), set(bh.PROVIDERS))
-        for name, (reply, status, error, kind) in self.ROWS.items():
-            with self.subTest(provider=name), contextlib.ExitStack() as stack:
-                stack.callback(os.remove, "runs/ledger.jsonl")
-                row, refusing = bh.PROVIDERS[name], []
-                server = self.serve(lambda prompt, n: refusing.pop() if refusing else reply(reply_to_prompt(prompt)))
-                code, out, err = self.ask(server, 1, "--max-tokens", "99", model=name + ":some/model:7b")
-                self.assertEqual(code, 0, out + err)
-                path, headers, body = server.requests[0]
-                self.assertEqual(path, "/v1/messages" if name == "anthropic" else "/v1/chat/completions")
+        self.assertEqual(set(self.REPLIES), set(bh.PROVIDERS))
+        more = ["--batch-size", "3", "--max-tokens", "99", "--param", 'stop=["x"]']
+        for name, reply in self.REPLIES.items():
+            with self.subTest(provider=name):
+                row = bh.PROVIDERS[name]
+                went = self.play(at((), None, reply), 3, *more, model=name + ":some/model:7b")
+                self.assertEqual((went.code, went.verdicts), (0, ["ok"]), went.said)
+                self.assertIn("texts go to " + went.server.base[:-3], went.err)
+                [(path, headers, body)] = went.requests
+                [asked] = body["messages"]
+                expected = {**row.defaults, row.limit: 99, "stop": ["x"], "model": "some/model:7b",
+                            "messages": [{"role": "user", "content": asked["content"]}]}
+                seen = ("served-1", 40, 9, "stop", "req-1")
+                if name == "anthropic":
+                    seen = ("served-2", 45, 9, "end_turn", "req-1")
+                    self.assertEqual(path, "/v1/messages")
+                else:
+                    expected["stream"] = False          # some gateways stream unless they are told
+                    self.assertEqual(path, "/v1/chat/completions")
+                self.assertEqual(body, expected)
                 header, _, value = (row.header % KEY).partition(": ")
                 self.assertEqual(headers.get(header), value if row.key else None)
-                self.assertEqual(body, {**row.defaults, row.limit: 99, "model": "some/model:7b", "messages": body["messages"], **bh.APIS[row.api].online})
-                self.assertEqual(len(body["messages"]), 1)
-                refusing.append((status, json.dumps(error).encode(), {}))
-                code, out, err = self.ask(server, 3, model=name + ":some/model:7b")
-                self.assertEqual((code, [one["verdict"] for one in self.rows("runs/ledger.jsonl")]),
-                                 {"stop": (3, ["ok"]), "rejected": (1, ["ok", "rejected", "ok"]), "retry": (0, ["ok"] * 3)}[kind], out + err)
+                self.assertEqual(headers["Content-Type"], "application/json")
+                names = ("model_string", "tokens_in", "tokens_out", "finish", "request_id")
+                self.assertEqual(tuple(went.rows[0][name] for name in names), seen)
+
+    def test_the_messages_api_is_asked_under_the_version_that_was_chosen(self):
+        for version, more in (("2026-10-21", {}), ("2023-06-01", {"temperature": 0})):
+            options = ["--api-version", version, "--param", "temperature=0"] if more else []
+            went = self.play(at((), None, message), 1, *options, model="anthropic:asked-2")
+            [(_, headers, body)] = went.requests
+            self.assertEqual((headers["anthropic-version"], headers.get("Authorization")),
+                             (version, None))
+            params = {"max_tokens": 8192, **more}
+            self.assertEqual({name: body.get(name) for name in params}, params)
+            [run] = self.rows(LEDGER, "run")
+            self.assertEqual((run["api_version"], run["params"]), (version, params))
+
+    def test_a_base_url_may_end_in_v1_or_not(self):
+        server = self.serve(at((), None, message))
+        bare = server.base[:-3]
+        for count, ending in enumerate(("/v1", "/v1/", "", "/"), 1):
+            server.base = bare + ending
+            self.assertEqual(self.ask(server, count, model="anthropic:m")[0], 0)
+        self.assertEqual([path for path, _, _ in server.requests], ["/v1/messages"] * 4)
 
     def test_every_provider_has_a_home_or_asks_for_one(self):
         self.items_file(1)
-        for name, row in bh.PROVIDERS.items():
-            os.environ[row.key or "X"] = KEY
-            code, out, err = self.main("--input", "items.jsonl", "--model", name + ":m", "--dry-run")
-            if row.base:
-                self.assertIn("texts go to " + row.base, out)
-                self.assertRegex(row.base, r"^https://|^http://127\.0\.0\.1")
-            else:
-                self.assertEqual(code, 2)
-                self.assertIn("--base-url", err)
-
-    def test_a_local_model_never_goes_to_a_paid_host(self):
-        self.items_file(1)
-        server = self.serve()
-        os.environ["OPENAI_BASE_URL"] = os.environ["ANTHROPIC_BASE_URL"] = server.base
-        code, out, err = self.main("--input", "items.jsonl", "--model", "ollama:qwen2.5:7b", "--dry-run")
-        self.assertIn("texts go to http://127.0.0.1:11434/v1", out)
-        del os.environ["OPENAI_BASE_URL"]
-        for model, words in (("qwen2.5:7b", "names no provider"), ("llama3", "names no provider"), ("opnai:gpt", "names no provider"), (":x", "names no provider"),
-                             ("openai", "names no model"), ("anthropic:", "names no model"), ("mistral:7b", "ollama:mistral:7b"), ("deepseek:latest", "ollama:deepseek:latest"),
-                             ("mistral:7b-instruct-q4_0", "ollama:mistral:7b-instruct-q4_0")):
-            self.assertIn(words, self.refused("--input", "items.jsonl", "--model", model))
-        self.assertEqual(server.requests, [])
-
-    def test_the_messages_api_is_asked_under_the_version_that_was_chosen(self):
-        for more, version in (([], "2026-10-21"), (["--api-version", "2023-06-01", "--param", "temperature=0"], "2023-06-01")):
-            server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)))
-            code, out, err = self.ask(server, 2, "--batch-size", "2", *more, model="anthropic:asked-2")
-            self.assertEqual(code, 0, out + err)
-            [(path, headers, body)] = server.requests
-            self.assertEqual((headers["anthropic-version"], headers["x-api-key"], headers.get("Authorization")), (version, KEY, None))
-            self.assertEqual((body["model"], body["max_tokens"], body.get("temperature")), ("asked-2", 8192, 0 if more else None))
-            [row], [run] = self.rows("runs/ledger.jsonl"), self.rows("runs/ledger.jsonl", "run")
-            self.assertEqual((row["model_string"], row["finish"], row["tokens_in"], row["tokens_out"]), ("served-2", "end_turn", 45, 9))
-            self.assertEqual((run["api_version"], run["params"]), (version, {"max_tokens": 8192, **({"temperature": 0} if more else {})}))
-            os.remove("runs/ledger.jsonl")
-
-    def test_a_base_url_may_end_in_v1_or_not(self):
-        for ending in ("/v1", "/v1/", "", "/"):
-            server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)))
-            server.base = server.base[:-3] + ending
-            self.assertEqual(self.ask(server, 1, model="anthropic:m")[0], 0)
-            self.assertEqual(server.requests[0][0], "/v1/messages")
-            os.remove("runs/ledger.jsonl")
-
-    def test_a_base_url_is_not_the_url_of_a_call(self):
-        self.items_file(1)
-        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), KEY))
-        for model, path in (("openai:m", "/v1/chat/completions"), ("m", "/chat/completions/"), ("azure:m", "/chat/completions?api-version=1"),
-                            ("anthropic:m", "/v1/messages")):
-            self.assertIn("leave that off", self.refused("--input", "items.jsonl", "--model", model, "--base-url", "http://127.0.0.1:1" + path))
-
-    def test_how_a_message_ended_reaches_the_verdict(self):
-        for members, verdict in (({"stop_reason": "max_tokens", "content": [{"type": "text", "text": '[{"id": '}]}, "truncated"),
-                                 ({"stop_reason": "model_context_window_exceeded", "content": []}, "truncated"), ({"content": []}, "empty_reply"),
-                                 ({"stop_reason": "refusal", "content": [], "stop_details": {"type": "refusal", "category": "bio", "explanation": None}}, "refused"),
-                                 ({"stop_reason": "refusal"}, "refused"), ({"stop_reason": "pause_turn"}, "not_json"), ({"usage": None}, "not_json")):
-            self.ask(self.serve(lambda prompt, n: message("well", **members)), 1, "--attempts", "1", model="anthropic:m")
-            self.assertEqual(self.rows("runs/ledger.jsonl")[-1]["verdict"], verdict, members)
-            os.remove("runs/ledger.jsonl")
-
-    def test_errors_of_the_messages_api_are_told_apart(self):
-        def body(kind, words="words", **more):
-            return json.dumps({"type": "error", "error": {"type": kind, "message": words, **more}, "request_id": "req_1"}).encode()
-        for status, error, kind in ((400, body("invalid_request_error", "prompt is too long"), "rejected"), (413, b"<html>", "rejected"),
-                                    (400, body("invalid_request_error", "temperature: Extra inputs are not permitted"), "stop"),
-                                    (401, body("authentication_error"), "stop"), (402, body("billing_error"), "stop"), (403, body("permission_error"), "stop"),
-                                    (404, body("not_found_error", "model: nope"), "stop"), (409, body("conflict_error"), "retry"),
-                                    (429, body("rate_limit_error"), "retry"), (429, body("rate_limit_error", details={"error_code": "ramp_limit_exceeded"}), "retry"),
-                                    (429, body("rate_limit_error", details={"error_code": "contract_spend_limit_reached"}), "stop"),
-                                    (500, body("api_error"), "retry"), (504, body("timeout_error"), "retry"), (529, body("overloaded_error"), "retry")):
-            text = error.decode()
-            document = None if status == 413 else json.loads(text)
-            failure = bh.classify(status, bh.error_in(document, text), None, ("temperature", "messages"))
-            self.assertEqual(failure.kind, kind, (status, text))
-
-    def test_errors_of_every_shape_are_told_apart(self):
-        for status, document, kind in (
-                (400, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 400, "n_ctx": 8192}}, "rejected"),
-                (500, {"error": {"message": "x", "type": "exceed_context_size_error", "code": 500}}, "rejected"),
-                (500, {"error": {"message": "Context size has been exceeded.", "type": "server_error", "code": 500}}, "rejected"),
-                (500, {"error": {"message": "the request exceeds the available context size. try", "type": "server_error"}}, "rejected"),
-                (500, {"error": {"message": "Not so: Context size has been exceeded.", "type": "server_error"}}, "retry"),
-                (501, {"error": {"message": "x", "type": "not_supported_error", "code": 501}}, "stop"), (505, None, "stop"),
-                (503, {"error": {"message": "Loading model", "type": "unavailable_error", "code": 503}}, "retry"),
-                (401, {"error": "Unauthorized"}, "stop"), (404, {"error": "model 'x' not found"}, "stop"), (422, {"detail": "text"}, "rejected"),
-                (400, {"error": {"message": "Invalid schema for response_format", "param": "response_format"}}, "stop"),
-                (400, {"error": {"message": "y", "code": "content_filter", "param": "prompt", "innererror": {"code": "z"}}}, "rejected"),
-                (429, {"error": {"message": "Traffic grew too fast.", "type": "rate_limit_error", "code": "slow_down"}}, "retry"),
-                (429, {"error": {"message": "No credit.", "type": "insufficient_quota", "code": "credit_balance_exhausted"}}, "stop"),
-                (402, {"error": {"code": 402, "message": "Not enough credits."}}, "stop"), (400, None, "rejected"), (418, None, "stop"),
-                (404, {"detail": "Not Found"}, "stop"), (400, {"error": True}, "rejected"),
-                (400, {"error": {"message": ["odd"], "code": ["odd"], "param": {"odd": 1}, "details": "odd"}}, "rejected"), (502, [], "retry"), (502, [[]], "retry")):
-            failure = bh.classify(status, bh.error_in(document, "words"), None, ("response_format", "model"))
-            self.assertEqual(failure.kind, kind, (status, document))
-        self.assertEqual(bh.error_in({"detail": "Not Found"}, '{"detail": "Not Found"}').words, "Not Found")
-        self.assertEqual(bh.classify(402, bh.error_in(None, ""), 3.0, ()).kind, "retry")       # OpenRouter: final unless it says when
-        self.assertEqual(bh.classify(403, bh.error_in(None, ""), None, ()).kind, "stop")
-
-    def test_json_the_endpoint_itself_refused_is_a_reply_of_the_model(self):
-        error = error_body(message="Model did not produce valid JSON.", code="json_validate_failed", failed_generation='{"results": [')
-        server = self.serve(lambda prompt, n: (400, error, {}) if n == 1 else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 1)[0], 0)
-        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["not_json", "ok"])
-
-    def test_what_a_provider_would_refuse_or_drop_is_refused_before_any_call(self):
-        self.items_file(1)
-        os.environ.update(dict.fromkeys((row.key for row in bh.PROVIDERS.values() if row.key), KEY))
-        for model, more, words in (
-                ("anthropic:m", ["--param", "temperature=0"], "2023-06-01"), ("anthropic:m", ["--retry-param", "top_p=0.5"], "top_p"),
-                ("anthropic:m", ["--api-version", "2023-06-01", "--param", "seed=1"], "seed"), ("ollama:m", ["--param", "num_ctx=8192"], "Modelfile"),
-                ("ollama:m", ["--param", "max_completion_tokens=9"], "max_tokens"), ("mistral:m", ["--param", "seed=1"], "random_seed"),
-                ("openai:m", ["--max-tokens", "9", "--param", "max_tokens=8"], "say the same"), ("openai:m", ["--param", "n=3"], "set for you"),
-                ("openai:m", ["--param", "seed=1", "--param", "seed=2"], "given 2 times"), ("anthropic:m", ["--api-version", "1999-01-01"], "2023-06-01"),
-                ("openai:m", ["--api-version", "2026-10-21"], "--api-version"), ("anthropic:m", ["--api-version", "new"], "2026-10-21"),
-                ("openai:m", ["--max-tokens", "9", "--param", "max_completion_tokens=8"], "say the same"),
-                ("deepseek:m", ["--structured"], "--structured"), ("dashscope:m", ["--structured"], "--structured"),
-                ("openai:m", ["--structured", "--param", 'response_format={"type": "text"}'], "say the same"),
-                ("anthropic:m", ["--structured", "--retry-param", "output_config={}"], "say the same"),
-                ("openai:m\r\nX-Evil: 1", [], "control"), ("ollama:a\x7fb", [], "control"), ("openai:m", ["--rpm", "0"], "whole number"),
-                ("demo", ["--base-url", "http://x/v1"], "base-url"), ("demo", ["--max-tokens", "9"], "max-tokens"), ("cmd:cat", ["--structured"], "structured"), ("cmd:cat", ["--max-tokens", "9"], "max-tokens"), ("openai:m", ["--param", "top_p=high"], "JSON")):
-            self.assertIn(words, self.refused("--input", "items.jsonl", "--model", model, *more), (model, more))
-
-    def test_a_retry_may_have_another_limit_than_max_tokens(self):
-        server = self.serve(lambda prompt, n: completion("[", choices=[{"message": {"content": "["}, "finish_reason": "stop"}]) if n == 1 else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 1, "--max-tokens", "100", "--retry-param", "max_completion_tokens=400")[0], 0)
-        self.assertEqual([body["max_completion_tokens"] for _, _, body in server.requests], [100, 400])
-
-    def test_structured_asks_for_one_object_keyed_by_id(self):
-        task = {"instruction": "Judge.", "rubric_version": 3, "fields": {
-            "label": {"enum": ["yes", "no"]}, "sure": {"const": True}, "score": {"type": "number", "minimum": 0, "maximum": 1},
-            "words": {"type": "array", "items": {"type": "string", "maxLength": 9, "pattern": "^a"}, "maxItems": 2, "uniqueItems": True},
-            "mixed": {"enum": [1, "1", None]}}}
-        good = {"rubric_version": 3, "label": "yes", "sure": True, "score": 0.5, "words": ["a"], "mixed": None}
-        member = {"type": "object", "additionalProperties": False, "required": ["rubric_version", "label", "sure", "score", "words", "mixed"], "properties": {
-            "rubric_version": {"type": "integer", "enum": [3]}, "label": {"type": "string", "enum": ["yes", "no"]}, "sure": {"type": "boolean", "enum": [True]},
-            "score": {"type": "number"}, "words": {"type": "array", "items": {"type": "string"}},
-            "mixed": {"type": ["null", "number", "string"], "enum": [1, "1", None]}}}
-        self.write("task.json", json.dumps(task))
-        for model, body_of, where in (("openai:m", completion, lambda body: body["response_format"]["json_schema"]["schema"]),
-                                      ("anthropic:m", message, lambda body: body["output_config"]["format"]["schema"])):
-            def script(prompt, n):
-                values = dict(good, score=2) if n == 1 else good
-                return body_of(json.dumps({name: values for name, _ in asked_in(prompt)}))
-            server = self.serve(script)
-            code, out, err = self.ask(server, 3, "--batch-size", "3", "--structured", "--task", "task.json", model=model)
-            self.assertEqual(code, 0, out + err)
-            rows = self.rows("runs/ledger.jsonl")
-            self.assertEqual([(row["verdict"], row["form"]) for row in rows], [("bad_value", "keyed"), ("ok", "keyed")])     # left out of the schema, and still checked
-            schema = where(server.requests[0][2])
-            self.assertEqual(schema, {"type": "object", "properties": dict.fromkeys(rows[0]["batch"], member), "required": rows[0]["batch"], "additionalProperties": False})
-            self.assertIn("named by the item's id", server.requests[0][2]["messages"][0]["content"])
-            self.assertNotIn("params", rows[0])
-            os.remove("runs/ledger.jsonl")
-
-    def test_a_structured_run_is_another_task_and_is_reported_apart(self):
-        server = self.serve(lambda prompt, n: completion(json.dumps({name: {"answer": "good"} for name, _ in asked_in(prompt)}) if "response_format" in server.requests[-1][2]
-                                                         else reply_to_prompt(prompt)))
-        self.ask(server, 2)
-        code, out, err = self.ask(server, 2, "--structured", "--batch-size", "2")
-        self.assertEqual((code, len(server.requests)), (0, 3), out + err)
-        arms = json.loads(self.main("report", "--json")[1])["arms"]
-        self.assertEqual([(arm["form"], arm["calls"]) for arm in arms], [("list", 2), ("keyed", 1)])
-
-    def test_the_model_string_in_a_row_is_what_the_endpoint_said_or_null(self):
-        for said, expected in (("other", "other"), (None, None), (5, None), ("", None)):
-            self.ask(self.serve(lambda prompt, n: completion(reply_to_prompt(prompt), model=said)), 1, "--ledger", "runs/ledger.jsonl")
-            self.assertEqual(self.rows("runs/ledger.jsonl")[0]["model_string"], expected)
-            os.remove("runs/ledger.jsonl")
-
-    def test_connections_are_kept_alive(self):
-        server = self.serve()
-        self.ask(server, 20)
-        self.assertEqual((len(server.requests), server.connections), (20, 1))
-
-    def test_a_kept_connection_that_the_server_closed_is_opened_again(self):
-        def script(prompt, number):
-            def answer(handler):
-                handler.answer(200, completion(reply_to_prompt(prompt)), {})
-                handler.close_connection = True             # closed without a word, as idle servers do
-            return answer
-        server, real = self.serve(script), bh.validate
-
-        def later(*args):
-            time.sleep(0.05)                                # time for the end to arrive
-            return real(*args)
-        with mock.patch.object(bh, "validate", later):
-            self.assertEqual(self.ask(server, 5)[0], 0)
-        self.assertEqual((len(server.requests), server.connections, self.failures()), (5, 5, []))
-
-    def test_every_request_is_accounted_for_when_connections_are_reset(self):
-        import socket
-        import struct
-        on = {}
-
-        def script(prompt, number):
-            def answer(handler):
-                on[handler] = on.get(handler, 0) + 1
-                if on[handler] % 2:
-                    handler.answer(200, completion(reply_to_prompt(prompt)), {})
+        self.keys()
+        for elsewhere in ("", "http://192.0.2.1/v1"):
+            os.environ["OPENAI_BASE_URL"] = elsewhere
+            for name, row in bh.PROVIDERS.items():
+                words = ("--input", "items.jsonl", "--model", name + ":m", "--dry-run")
+                home = name == "openai" and elsewhere or row.base
+                if home:
+                    self.assertIn("texts go to " + home, self.main(*words)[1])
+                    self.assertRegex(row.base, r"^https://|^http://127\.0\.0\.1")
                 else:
-                    handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-                    os.close(handler.connection.detach())       # at once: a shutdown before it would be an end, and no reset
-                    handler.close_connection = True
-            return answer
-        server = self.serve(script)
-        code, out, err = self.ask(server, 12, "--max-calls", "10")
-        self.assertEqual(code, 3)
-        self.assertEqual(len(server.requests), 10)
-        self.assertEqual(len(self.rows("runs/ledger.jsonl")) + len(self.failures()), 10)
-
-    def test_a_kept_connection_that_ends_without_a_word_costs_no_failure(self):
-        on = {}
-
-        def script(prompt, number):
-            def answer(handler):
-                on[handler] = on.get(handler, 0) + 1
-                if on[handler] == 1:
-                    handler.answer(200, completion(reply_to_prompt(prompt)), {})
-                else:
-                    handler.close_connection = True             # it crossed with the request
-            return answer
-        server = self.serve(script)
-        self.assertEqual(self.ask(server, 5)[0], 0)
-        self.assertEqual((len(server.requests), server.connections, self.failures()), (9, 5, []))
-
-    def test_a_connection_that_breaks_in_the_middle_of_a_reply_is_not_sent_again_unseen(self):
-        import socket
-        import struct
-
-        def reset(handler):
-            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n{")
-            handler.wfile.flush()
-            time.sleep(0.1)
-            handler.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            handler.close_connection = True
-        server = self.serve(lambda prompt, n: reset if n == 2 else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 3)[0], 0)
-        self.assertEqual(len(server.requests), 4)
-        [row] = self.failures()
-        self.assertTrue(row["billed"])
-
-    def test_a_fresh_connection_that_is_closed_without_a_word_is_a_failure(self):
-        server = self.serve(lambda prompt, n: (lambda handler: setattr(handler, "close_connection", True)) if n == 1 else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 2)[0], 0)
-        self.assertEqual(len(server.requests), 3)
-        self.assertIn("the reply broke off", self.failures()[0]["detail"])
-
-    USABLE = [
-        ({"choices": [{"message": {"content": None, "refusal": "cannot help"}, "finish_reason": "stop"}]}, "refused"),
-        ({"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}, "refused"),
-        ({"choices": [{"message": {"content": ""}, "finish_reason": "length"}]}, "truncated"),
-        ({"choices": [{"message": {"content": '[{"id":"3f9a'}, "finish_reason": "length"}]}, "truncated"),
-        ({"choices": [{"message": {"content": None}, "finish_reason": "stop"}]}, "empty_reply"),
-        ({"choices": [{"message": {"content": "", "reasoning_content": "[]"}, "finish_reason": None}]}, "empty_reply"),
-        *(({"choices": [{"message": {}, "finish_reason": finish}]}, "refused")
-          for finish in ("SAFETY", "PROHIBITED_CONTENT", "RECITATION", "BLOCKLIST", "SPII", "sensitive")),
-        ({"choices": [{"message": {"content": '[{"id":'}, "finish_reason": "MAX_TOKENS"}]}, "truncated"),
-        ({"choices": [{"message": {"content": "", "reasoning": "[1]"}, "finish_reason": "SAFETY"}]}, "refused"),
-        ({"choices": [{"message": {"content": "", "reasoning": "hm"}, "finish_reason": "length"}]}, "truncated"),
-    ]
-
-    def test_what_a_reply_says_of_itself_reaches_the_verdict(self):
-        for members, code in self.USABLE:
-            self.ask(self.serve(lambda prompt, n: completion("", **members)), 1, "--attempts", "1")
-            self.assertEqual(self.rows("runs/ledger.jsonl")[-1]["verdict"], code, members)
-            os.remove("runs/ledger.jsonl")
-
-    def test_json_that_stands_in_the_reasoning_is_shown_and_never_an_answer(self):
-        for name in ("reasoning_content", "reasoning"):
-            server = self.serve(lambda prompt, n: completion("", choices=[
-                {"message": {"content": " \n", name: reply_to_prompt(prompt)}, "finish_reason": "length"}]))
-            code, out, err = self.ask(server, 1, "--attempts", "1")
-            [row] = self.rows("runs/ledger.jsonl")
-            self.assertEqual((code, row["verdict"], "answers" in row, json.loads(row["reply"])[0]["answer"]), (1, "empty_reply", False, "good"))
-            self.assertIn("the JSON stands in the reasoning", row["detail"])
-            self.assertEqual(bh.rederived(row, bh.DEFAULT).code, "empty_reply")
-            os.remove("runs/ledger.jsonl")
-
-    def test_content_in_parts_is_joined_without_the_thinking(self):
-        def script(prompt, n):
-            parts = [{"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}, {"type": "text", "text": reply_to_prompt(prompt)}]
-            return completion("", choices=[{"message": {"content": parts}}], usage={"prompt_tokens": "40", "completion_tokens": None})
-        self.assertEqual(self.ask(self.serve(script))[0], 0)
-        self.assertNotIn("tokens_in", self.rows("runs/ledger.jsonl")[0])
-
-    NO_REPLY = [        # what the server does the first time, part of what is noted
-        ((500, error_body(message="oops"), {}), "HTTP 500: oops"), ((503, b"", {"Retry-After": "0.01"}), "HTTP 503"),
-        ((429, error_body(message="slow", code="rate_limit_exceeded"), {"Retry-After": "0"}), "HTTP 429: slow"),
-        ((408, b"", {}), "HTTP 408"), ((529, b"<!DOCTYPE html><title>529</title>" + b"x" * 8000, {"Content-Type": "text/html"}), "HTTP 529"),
-        ((200, b"<html>", {}), "with no JSON"), ((200, b"[]", {}), "with no JSON"), ((200, b'{"choices":[{"message":{"content":"[{', {}), "with no JSON"),
-        ((200, b"\n\n", {}), "with no JSON"), ((200, b"{}", {}), "without a whole choice"), ((200, completion("", choices=[]), {}), "without a whole choice"),
-        ((200, error_body(message="upstream", code=502), {}), "HTTP 502: upstream"),
-        ((200, completion("", choices=[{"error": {"message": "mid", "code": 503}}]), {}), "HTTP 503: mid"),
-        ((200, b"{", {"Content-Length": "999", "Connection": "close"}), "the reply broke off"),
-        (lambda handler: (handler.send_response(200), handler.send_header("Connection", "close"), handler.end_headers(),
-                          handler.wfile.write(b'{"choices":[{"message":{"content":"[{\\"id'), setattr(handler, "close_connection", True)), "with no JSON"),
-        (lambda handler: (handler.send_response(200), handler.send_header("Transfer-Encoding", "chunked"), handler.end_headers(),
-                          handler.wfile.write(b"5\r\n{\"cho\r\n"), setattr(handler, "close_connection", True)), "the reply broke off"),
-    ]
-
-    def test_a_call_that_brought_no_reply_is_not_a_verdict_on_an_item(self):
-        for action, words in self.NO_REPLY:
-            with self.subTest(words=words), contextlib.ExitStack() as stack:
-                stack.callback(os.remove, "runs/ledger.jsonl")
-                server = self.serve(lambda prompt, n: action if n in (2, 4) else completion(reply_to_prompt(prompt)))
-                code, out, err = self.ask(server, 6, "--batch-size", "2")
-                self.assertEqual((code, len(server.requests)), (0, 5), out + err)
-                self.assertEqual([(row["attempt"], len(row["batch"]), row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, 2, "ok")] * 3)
-                for row in self.failures():
-                    self.assertIn(words, row["detail"])
-                    self.assertLessEqual(len(row["detail"]), 600)
-                self.assertEqual(len(self.failures()), 2)
-
-    def test_a_reply_that_is_not_utf8_is_never_an_answer(self):
-        body = completion("X").replace(b'"X"', b'"[{\\"id\\": \\"ID\\", \\"answer\\": \\"caf\xe9\\"}]"')
-        server = self.serve(lambda prompt, n: body.replace(b"ID", asked_in(prompt)[0][0].encode()) if n == 1 else
-                            b"\xef\xbb\xbf" + completion(reply_to_prompt(prompt)))
-        self.ask(server)
-        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["not_json", "ok"])
-
-    def test_an_answer_the_endpoint_broke_off_is_no_reply(self):
-        for finish in sorted(bh.FAILED_FINISHES):
-            server = self.serve(lambda prompt, n: completion("", choices=[{"message": {"content": ""}, "finish_reason": finish}])
-                                if n == 1 else completion(reply_to_prompt(prompt)))
-            self.assertEqual(self.ask(server)[0], 0)
-            self.assertEqual(len(self.failures()), 1)
-            os.remove("runs/ledger.jsonl")
-
-    def test_failures_of_one_call_are_not_counted_against_the_next(self):
-        server = self.serve(lambda prompt, n: completion("no") if n == 5 else completion(reply_to_prompt(prompt)) if n in (1, 10) else (503, b"", {}))
-        with mock.patch.object(bh, "MAX_FAILURES", 5):
-            self.assertEqual(self.ask(server, 2)[0], 0)
-
-    def test_waits_are_reported_as_what_they_were(self):
-        server = self.serve(lambda prompt, n: (time.sleep(0.1), (429, b"", {"Retry-After": "0.3"}))[1] if n <= 4 else
-                            (503, b"", {}) if n == 5 else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 8, "--workers", "4")[0], 0)
-        self.assertIn("calls without a reply: 429 4, 503 1", self.main("report")[1])
-
-    def test_waits_of_one_episode_are_counted_in_the_end(self):
-        server = self.serve(lambda prompt, n: (time.sleep(0.1), (429, b"", {"Retry-After": "0.3"}))[1] if n <= 6 else completion(reply_to_prompt(prompt)))
-        code, out, err = self.ask(server, 6, "--workers", "6")
-        self.assertEqual(code, 0, out)
-        self.assertIn("6 calls without a reply", out)
-        self.assertIn("calls without a reply: 429 6", self.main("report")[1])
-
-    def test_a_wait_beyond_all_patience_ends_the_run(self):
-        for wait, more, words in (("86400", [], "asks to wait 86400 s"), ("60", ["--deadline", "30s"], "asks to wait 6"),
-                                  ("60", ["--max-calls", "1"], "--max-calls 1 is reached")):
-            started = time.monotonic()
-            code, out, err = self.ask(self.serve(lambda prompt, n: (429, b"", {"Retry-After": wait})), 2, *more)
-            self.assertEqual(code, 3)
-            self.assertIn(words, out)
-            self.assertLess(time.monotonic() - started, 20)
-            os.remove("runs/ledger.jsonl")
-
-    HTTP = [        # what comes, in as many pieces as there are; status, body, whether the connection can be used again
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", True)),
-        ([b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: 2\r\n", b"\r\na", b"b"], (200, b"ab", True)),
-        ([b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nCONTENT-LENGTH:2\r\n\r\nab"], (200, b"ab", True)),
-        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;x=y\r\na\r\n01\r\nb\r\n0\r\nTrailer: x\r\n\r\n"], (200, b"ab", True)),
-        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: gzip, Chunked\r\n\r\n2\r", b"\nab\r\n0\r\n\r", b"\n"], (200, b"ab", True)),
-        ([b"HTTP/1.1 204 No Content\r\n\r\n"], (204, b"", True)), ([b"HTTP/1.1 500 \r\nContent-Length: 0\r\n\r\n"], (500, b"", True)),
-        ([b"HTTP/1.1 200 OK\r\n\r\na", b"b"], (200, b"ab", False)), ([b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", False)),
-        ([b"HTTP/1.1 200 OK\r\nConnection: Close\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", False)),
-        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nabHTTP/1.1"], (200, b"ab", False)),
-        ([b"HTTP/1.1 200 OK\nContent-Length: 2\n\nab"], (200, b"ab", True)),
-        ([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n"], (200, b"ab", True)),
-        ([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + gzip.compress(b"ab")], (200, b"ab", False)),
-    ]
-
-    def test_http_is_read_however_it_comes(self):
-        for pieces, expected in self.HTTP:
-            for step in (None, 1):
-                stream = [bytes([byte]) for byte in b"".join(pieces)] if step else list(pieces)
-                receive = iter(stream + [b""]).__next__
-                response = bh.read_response(receive)
-                if b"abHTTP" not in pieces[-1] or not step:
-                    self.assertEqual((response.status, response.body, response.kept_alive), expected, pieces)
-
-    def test_what_is_no_whole_response_is_never_one(self):
-        for response, last in ((b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab", 1),
-                               (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n0\r\n\r\n", 3)):       # whole once the last chunk is there
-            for cut in range(len(response) - last):
-                with self.assertRaises(EOFError):
-                    bh.read_response(iter([response[:cut], b""] if cut else [b""]).__next__)
-        for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n", b"\x15\x03\x01\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\nab",
-                     b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\nab", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n-2\r\nab",
-                     b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nab", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n\r\nab"):
-            with self.assertRaises(ValueError):
-                bh.read_response(iter([junk, b""]).__next__)
-        with mock.patch.object(bh, "MAX_REPLY", 100), self.assertRaises(OverflowError):
-            bh.read_response(lambda: b"HTTP/1.1 200 OK\r\nX: ")
-
-    def test_a_compressed_reply_without_zlib_is_named(self):
-        with mock.patch.object(bh, "zlib", None), self.assertRaisesRegex(OverflowError, "no module zlib"):
-            bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx"]).__next__)
-
-    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
-        def read(members, **more):
-            body = gzip.compress(b"x" * 600) * members
-            return bh.read_response(iter([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + body, b""]).__next__, **more)
-        self.assertEqual(read(9, most=5400).body, b"x" * 5400)
-        with self.assertRaises(OverflowError):
-            read(9, most=5399)
-        with self.assertRaises(TimeoutError):
-            read(1, due=time.monotonic() - 1)
-
-    def test_what_has_no_end_is_given_up_soon_and_searched_once(self):
-        for head in (b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1;"):
-            pieces = [head] + [b"X-Y: zzz " * 100] * 80
-            with self.assertRaises(OverflowError):
-                bh.read_response(iter(pieces).__next__)
-        places, mark = [], re.compile(b"END.")
-        inbox = bh.Inbox(iter([b"a" * 50] * 9 + [b"EN", b"D."]).__next__, 1000)
-        before = inbox.upto(types.SimpleNamespace(search=lambda data, *place: places.append(place) or mark.search(data, *place)))
-        self.assertEqual((before, inbox.data), (b"a" * 450, b""))
-        self.assertEqual(places[2:5], [(47,), (97,), (147,)])
-
-    def test_a_call_that_has_just_ended_is_not_shut_down(self):
-        class Connection:
-            shut, socks = [], []
-
-            @property
-            def sock(self):
-                self.on_look()
-                return self.socks.pop() if self.socks else None
-        client = bh.Client("http://127.0.0.1:1/v1", 5, [], "")
-        for looks in (1, 2):                    # it let go of the connection between two looks, or began its next call on it
-            connection, (ours, theirs) = Connection(), socket.socketpair()
-            with ours, theirs:
-                connection.socks = [ours] * looks
-                client._deadlines[connection] = 1.0
-                connection.on_look = lambda: client._deadlines.update({connection: 20.0})
-                client.end_overdue(10.0)
-                client._deadlines.clear()
-                ours.sendall(b"still open")
-
-    def test_a_transport_that_never_worked_is_tried_three_times(self):
-        for answer, words, billed in ((lambda peer: peer.recv(9999) and peer.sendall(b"SSH-2.0-x\r\n\r\n"), "does not speak HTTP", True),
-                                      (lambda peer: peer.recv(9999) and peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"), "broke off", True),
-                                      (lambda peer: peer.recv(9999), "broke off", False)):
-            server = self.listen(answer)
-            code, out, err = self.ask(server, 3)
-            self.assertEqual((code, len(server.peers)), (3, 3), out + err)
-            self.assertIn(words, out)
-            self.assertEqual({row["billed"] for row in self.failures()}, {billed})
-            os.remove("runs/ledger.jsonl")
-
-    def test_an_answer_that_comes_before_all_was_sent_is_read(self):
-        def early(peer):
-            peer.recv(1000)
-            body = error_body(message="no such key")
-            peer.sendall(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        server = self.listen(early)
-        self.write("items.jsonl", json.dumps({"text": "long " * 2000000}))
-        code, out, err = self.ask(server, 0)
-        self.assertEqual((code, len(server.peers)), (3, 1), out + err)
-        self.assertIn("no such key; check the key", out)
-
-    def test_a_slow_drip_cannot_outlive_the_time_of_a_call(self):
-        def drip(handler):
-            handler.send_response(200)
-            handler.send_header("Content-Length", "100000")
-            handler.end_headers()
-            for _ in range(400):
-                handler.wfile.write(b" ")
-                time.sleep(0.05)
-
-        def slow_head(handler):
-            for letter in b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 400:
-                handler.wfile.write(bytes([letter]))
-                time.sleep(0.05)
-        for action in (drip, slow_head):
-            server = self.serve(lambda prompt, n: action if n == 1 else completion(reply_to_prompt(prompt)))
-            started = time.monotonic()
-            code, out, err = self.ask(server, 1, "--timeout", "1s")
-            self.assertEqual(code, 0, out + err)
-            self.assertLess(time.monotonic() - started, 10)
-            self.assertIn("no reply from", self.failures()[0]["detail"])
-            self.assertTrue(self.failures()[0]["billed"])
-            os.remove("runs/ledger.jsonl")
-
-    def test_silence_after_a_slow_start_gets_only_the_time_that_is_left(self):
-        def stall(handler):
-            handler.send_response(200)
-            handler.send_header("Content-Length", "100000")
-            handler.end_headers()
-            for _ in range(27):
-                handler.wfile.write(b" ")
-                time.sleep(0.1)
-            time.sleep(6)
-        server = self.serve(lambda prompt, n: stall if n == 1 else completion(reply_to_prompt(prompt)))
-        started = time.monotonic()
-        code, out, err = self.ask(server, 1, "--timeout", "3s")
-        self.assertEqual(code, 0, out + err)
-        self.assertLess(time.monotonic() - started, 5)          # a timeout for each read would make it 6
-
-    def test_an_endpoint_that_reads_only_a_part_of_the_prompt_is_pointed_out_once(self):
-        rows = [{"text": "%d %s" % (n, "The delivery came two days late and the box was open. " * 40)} for n in range(16)]
-        self.write("long.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-
-        def script(prompt, n):
-            return completion(reply_to_prompt(prompt), usage={"prompt_tokens": min(2051, len(prompt) // 4), "completion_tokens": 9})
-        for model, words in (("ollama:m", "OLLAMA_CONTEXT_LENGTH"), ("openai:m", "larger context")):
-            for size, times in (("2", 0), ("8", 1)):
-                server = self.serve(script)
-                code, out, err = self.ask(server, 0, "--input", "long.jsonl", "--batch-size", size, model=model)
-                self.assertEqual((code, err.count("seems to read only a part")), (0, times), err)
-                self.assertIn(words if times else "", err)
-                os.remove("runs/ledger.jsonl")
-
-    def test_a_prompt_that_was_read_whole_is_never_called_cut(self):
-        english, chinese = "The delivery came two days late and the box was open. " * 200, "\u5feb\u9012\u665a\u4e86\u4e24\u5929\uff0c\u7bb1\u5b50\u4e5f\u662f\u5f00\u7740\u7684\u3002" * 300
-        hindi = "\u0921\u093f\u0932\u0940\u0935\u0930\u0940 " * 600
-        for text, letters in ((english, 4.9), (chinese, 1.8), (hindi, 3.6), ("!" * 20000 + english, 4.9 * 20000 / len(english) + 4.9)):
-            self.assertFalse(bh.seems_cut(text, int(len(text) / letters)), text[:20])
-        for text, letters in ((english, 4.5), (chinese, 1.4), (hindi, 3.3)):
-            self.assertTrue(bh.seems_cut(text, int(len(text) / letters / 2)), text[:20])
-        self.assertFalse(bh.seems_cut(english, None) or bh.seems_cut(english, 0))          # some count nothing for a cached prompt
-        self.assertFalse(bh.seems_cut("short", 1))
-
-    def test_a_bad_key_no_money_or_a_wrong_model_stops_at_once(self):
-        for status, body, words in (
-                (401, error_body(message="Incorrect API key: %s. Or Bearer %s" % (KEY, KEY), code="invalid_api_key"), "check the key"),
-                (402, error_body(message="Insufficient Balance"), "no money"), (403, error_body(message="region"), "may not"),
-                (404, error_body(message="no such model", code="model_not_found"), "check model"),
-                (429, error_body(message="quota", type="insufficient_quota"), "no money"),
-                (429, error_body(message="spend", code="organization_spend_limit_exceeded"), "no money"),
-                (400, error_body(message="x", param="max_tokens", code="unsupported_parameter"), "--param"),
-                (400, error_body(message="x", param="seed.value"), "--param"),
-                (422, json.dumps({"detail": [{"type": "extra", "loc": ["body", "seed"], "msg": "no"}]}).encode(), "--param"),
-                (400, error_body(message="x", code="unsupported_value", param=None), "--param"),
-                (400, json.dumps([{"error": {"code": 400, "message": "x", "details": [{"reason": "API_KEY_INVALID"}]}}]).encode(), "check the key"),
-                (400, error_body(message="API key not valid. Please pass one.", code=400, status="INVALID_ARGUMENT"), "check the key"),
-                (400, json.dumps({"code": "x", "error": "Incorrect API key provided: z"}).encode(), "check the key"),
-                (501, b"", "mend the request"), (505, b"", "check --base-url"), (405, b"", "check --base-url"), (410, b"", "check --base-url"),
-                (307, b"", "redirects"), (301, b"", "redirects"), (418, b"", "mend the request")):
-            with self.subTest(status=status, words=words):
-                server = self.serve(lambda prompt, n: (status, body, {"Location": "http://127.0.0.1:1/"}))
-                code, out, err = self.ask(server, 10, "--param", "seed=1")
-                self.assertEqual((code, len(server.requests)), (3, 1), out + err)
-                self.assertIn(words, out)
-                self.assertIn("0 of 10 items answered, 0 quarantined, 10 pending", out)
-                os.remove("runs/ledger.jsonl")
-
-    def test_an_endpoint_that_always_answers_401_gets_at_most_workers_calls(self):
-        def script(prompt, number):
-            time.sleep(0.05)
-            return 401, error_body(message="Bad API key."), {}
-        server = self.serve(script)
-        self.assertEqual(self.ask(server, 50, "--workers", "4")[0], 3)
-        self.assertLessEqual(len(server.requests), 4)
-        self.assertEqual(self.rows("runs/ledger.jsonl"), [])
-
-    def test_a_refused_content_is_a_verdict_once_a_call_has_succeeded(self):
-        for status, body in ((400, error_body(message="blocked", code="content_filter", param="prompt")), (413, b"<html>too large"),
-                             (400, error_body(message="long", code="context_length_exceeded", param="messages")), (422, b""),
-                             (400, error_body(message="long", code=400, type="BadRequestError", param="input_tokens"))):
-            server = self.serve(lambda prompt, n: (status, body, {}) if "number 3" in prompt else completion(reply_to_prompt(prompt)))
-            code, out, err = self.ask(server, 6, "--batch-size", "2")
-            self.assertEqual(code, 1, out + err)
-            self.assertIn("5 of 6 items answered, 1 quarantined, 0 pending", out)
-            self.assertEqual([(row["verdict"], len(row["batch"])) for row in self.rows("runs/ledger.jsonl")],
-                             [("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)])
-            os.remove("runs/ledger.jsonl")
-
-    def test_the_first_content_may_be_refused_before_any_call_succeeded(self):
-        server = self.serve(lambda prompt, n: (400, b"", {}) if "number 0" in prompt else completion(reply_to_prompt(prompt)))
-        code, out, err = self.ask(server, 4)
-        self.assertEqual((code, len(server.requests)), (1, 4), out + err)
-        self.assertIn("3 of 4 items answered, 1 quarantined", out)
-
-    def test_refused_texts_end_the_same_however_the_run_was_cut(self):
-        server = self.serve(lambda prompt, n: (400, b"", {}) if re.search("number (17|18|19)<", prompt) else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 20, "--ledger", "whole.jsonl")[0], 1)
-        self.ask(server, 20, "--limit", "17")
-        code, out, err = self.ask(server, 20)
-        self.assertEqual(code, 1, out)
-        self.assertIn("17 of 20 items answered, 3 quarantined, 0 pending", out)
-
-    def test_a_text_beyond_the_context_costs_its_batch_nothing(self):
-        error = error_body(code=500, message="Context size has been exceeded.", type="server_error")
-        server = self.serve(lambda prompt, n: (500, error, {}) if "number 2" in prompt else completion(reply_to_prompt(prompt)))
-        code, out, err = self.ask(server, 6, "--batch-size", "3")
-        self.assertEqual((code, len(server.requests), self.failures()), (1, 5, []), out + err)
-        [row] = [row for row in self.rows("runs/ledger.jsonl") if "quarantined" in row]
-        self.assertEqual((row["batch"], row["verdict"]), ([bh.item_id("text number 2")], "rejected"))
-
-    def test_a_refused_text_in_every_batch_blocks_no_other_text(self):
-        for status in (400, 413):
-            for workers in ("1", "4"):
-                server = self.serve(lambda prompt, n: (status, b"", {}) if re.search("number [0-9]*[49]<", prompt) else completion(reply_to_prompt(prompt)))
-                code, out, err = self.ask(server, 15, "--batch-size", "5", "--workers", workers)
-                self.assertEqual(code, 1, out)
-                self.assertIn("12 of 15 items answered, 3 quarantined, 0 pending", out)
-                os.remove("runs/ledger.jsonl")
-
-    def test_fast_refusals_wait_for_slow_successes(self):
-        slow = threading.Event()
-
-        def script(prompt, n):
-            if re.search("number [012]<", prompt):
-                slow.wait(10)                               # refused while the fourth call is in flight
-                return 400, b"", {}
-            slow.set()
-            time.sleep(0.3)
-            return completion(reply_to_prompt(prompt))
-        code, out, err = self.ask(self.serve(script), 10, "--workers", "4")
-        self.assertIn("7 of 10 items answered, 3 quarantined, 0 pending", out)
-
-    def test_twenty_calls_without_an_acceptable_reply_stop_the_run_with_an_example(self):
-        wrong = "item [0-9a-f]{12}: bad_value .*the reply begins: .*Positive.*most often: .answer. breaks enum: .Positive. 20; change the labels"
-        for answer, calls, words in ((lambda prompt: completion(reply_to_prompt(prompt, "Positive")), 40, wrong),
-                                     (lambda prompt: completion(""), 40, "item [0-9a-f]{12}: empty_reply .*; the endpoint or the model may be down"),
-                                     (lambda prompt: (400, error_body(message="no"), {}), 30, "item [0-9a-f]{12}: rejected .HTTP 400: no.; .*check the account")):
-            server = self.serve(lambda prompt, n: answer(prompt))
-            more = ["--labels", "positive,negative"]
-            code, out, err = self.ask(server, 30, *more)
-            self.assertEqual((code, len(server.requests)), (3, 20), out)
-            self.assertIn("0 of 30 items answered, 0 quarantined, 30 pending", out)
-            self.assertRegex(out, "stopped early: 20 calls brought no acceptable reply, as for " + words)
-            self.assertNotIn(b'"quarantined"', self.bytes())
-            self.assertEqual(self.main("audit")[0], 0)
-            os.remove("runs/ledger.jsonl")
-            server = self.serve(lambda prompt, n: answer(prompt))
-            self.assertEqual((self.ask(server, 20, *more, "--keep-going")[0], len(server.requests)), (1, calls - 10 * (calls == 30)))
-            os.remove("runs/ledger.jsonl")
-
-    def test_a_file_of_fewer_calls_ends_with_its_texts_in_quarantine(self):
-        for status, calls in ((200, 18), (400, 9)):
-            server = self.serve(lambda prompt, n: (status, completion("no"), {}))
-            code, out, err = self.ask(server, 9)
-            self.assertEqual((code, len(server.requests)), (1, calls), out)
-            self.assertIn("0 of 9 items answered, 9 quarantined, 0 pending", out)
-            self.assertIn("nothing to do", self.ask(server, 9)[1])
-            self.assertEqual(self.main("audit")[0], 0)
-            self.assertEqual([arm["quarantined"] for arm in json.loads(self.main("report", "--json")[1])["arms"]], [9])
-            os.remove("runs/ledger.jsonl")
-
-    def test_fifty_calls_in_a_row_stop_a_run_that_went_well_and_quarantine_nothing(self):
-        expired = json.dumps({"type": "error", "error": {"type": "invalid_request_error", "message": "Your balance is too low."}}).encode()
-        server = self.serve(lambda prompt, n: message(reply_to_prompt(prompt)) if n <= 3 else (400, expired, {}))
-        code, out, err = self.ask(server, 80, model="anthropic:m")
-        self.assertEqual((code, len(server.requests)), (3, 53), out + err)
-        self.assertIn("3 of 80 items answered, 0 quarantined, 77 pending", out)
-        self.assertRegex(out, "50 calls in a row brought no acceptable reply.*Your balance is too low")
-        code, out, err = self.ask(self.serve(lambda prompt, n: message(reply_to_prompt(prompt))), 80, model="anthropic:m")
-        self.assertIn("80 of 80 items answered, 0 quarantined", out)
-
-    def test_refusals_that_name_the_content_do_not_count(self):
-        blocked = {"choices": [{"message": {"content": ""}, "finish_reason": "content_filter"}]}
-        for answer in ((400, error_body(message="blocked", code="content_filter"), {}), (200, json.dumps(blocked).encode(), {})):
-            server = self.serve(lambda prompt, n: answer if n <= 60 else completion(reply_to_prompt(prompt)))
-            code, out, err = self.ask(server, 65)
-            self.assertEqual((code, len(server.requests)), (1, 65), out)
-            self.assertIn("5 of 65 items answered, 60 quarantined, 0 pending", out)
-            os.remove("runs/ledger.jsonl")
-
-    def test_a_refused_call_is_on_the_ledger_however_the_run_ends(self):
-        server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
-        code, out, err = self.ask(server, 8, "--max-calls", "1")
-        self.assertEqual((code, [row["verdict"] for row in self.rows("runs/ledger.jsonl")]), (3, ["rejected"]))
-        self.assertIn("0 quarantined, 8 pending", out)
-
-    def test_an_item_held_back_from_quarantine_begins_anew_beside_its_batch(self):
-        server = self.serve(lambda prompt, n: (400, error_body(message="no"), {}))
-        self.ask(server, 3, "--batch-size", "3", "--max-calls", "2")
-        server = self.serve()
-        self.assertEqual(self.ask(server, 3, "--batch-size", "3")[0], 0)
-        first, *others = [bh.item_id("text number %d" % n) for n in range(3)]
-        rows = {tuple(row["batch"]): (row["fallback"], row["size"]) for row in self.rows("runs/ledger.jsonl")[2:]}
-        self.assertEqual(rows, {(first,): (False, 3), (others[0],): (True, 3), (others[1],): (True, 3)})
-
-    def test_the_servers_wait_is_kept_by_all_and_never_cut_short(self):
-        refused = []
-
-        def script(prompt, number):
-            if not refused or time.monotonic() < refused[0]:
-                refused.append(time.monotonic() + 1.0)
-                return 429, error_body(message="slow"), {"Retry-After": "1"}
-            return completion(reply_to_prompt(prompt))
-        server = self.serve(script)
-        code, out, err = self.ask(server, 12, "--workers", "4", "--batch-size", "2")
-        self.assertEqual(code, 0, out + err)
-        first = [moment for moment in server.times if moment < server.times[0] + 0.9]
-        self.assertLessEqual(len(first), 4)
-        self.assertGreaterEqual(min(set(server.times) - set(first)), server.times[0] + 1.0)
-        self.assertLessEqual(len(self.failures()), 2)           # the waits of one episode are one row
-        self.assertEqual({(row["attempt"], row["fallback"]) for row in self.rows("runs/ledger.jsonl")}, {(1, False)})
-
-    def test_the_wait_is_read_as_seconds_fraction_date_or_milliseconds(self):
-        now = 1790000000.0
-        for headers, wait in (({"retry-after": "2"}, 2), ({"retry-after": "0.25"}, 0.25), ({"retry-after-ms": "1500", "retry-after": "9"}, 1.5),
-                              ({"retry-after": "Mon, 21 Sep 2026 14:13:24 GMT"}, 4.0), ({"retry-after": "Mon, 21 Sep 2026 14:13:19 GMT"}, 0.0),
-                              ({"retry-after": "soon"}, None), ({"retry-after": "-3"}, 0.0), ({"retry-after": "nan"}, None), ({}, None),
-                              ({"retry-after": ""}, None), ({"retry-after": "Fri, 31 Dec 99999 23:59:59 GMT"}, None), ({"retry-after": "GMT Dec , 0 : 99999 -"}, None),
-                              ({"retry-after": "Mon, 1 Jan %s 00:00:00 GMT" % ("9" * 23)}, None), ({"retry-after-ms": "x", "retry-after": "3"}, 3)):
-            self.assertEqual(bh.retry_after(headers, now), wait, headers)
-
-    def test_an_endpoint_that_fails_many_times_in_a_row_ends_the_run(self):
-        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt)) if n == 1 else (503, b"", {}))
-        code, out, err = self.ask(server, 5)
-        self.assertEqual((code, len(server.requests)), (3, 1 + bh.MAX_STRIKES))
-        self.assertIn("failed %d times in a row: HTTP 503" % bh.MAX_STRIKES, out)
-        self.assertIn("1 of 5 items answered, 0 quarantined, 4 pending", out)
-
-    def test_one_call_that_always_fails_is_left_while_others_go_on(self):
-        server = self.serve(lambda prompt, n: (500, b"", {}) if "number 1" in prompt else completion(reply_to_prompt(prompt)))
-        with mock.patch.object(bh, "MAX_FAILURES", 3):
-            code, out, err = self.ask(server, 9, "--workers", "2")
-        self.assertEqual(code, 3, out + err)
-        self.assertIn("8 of 9 items answered, 0 quarantined, 1 pending", out)
-
-    def test_a_text_that_gets_no_reply_is_named_and_does_not_hold_its_batch_back(self):
-        server = self.serve(lambda prompt, n: (500, error_body(message="Boom."), {}) if "number 4<" in prompt else completion(reply_to_prompt(prompt)))
-        with mock.patch.object(bh, "MAX_FAILURES", 3), mock.patch.object(bh, "MAX_BACKOFF", 0.01):
-            code, out, err = self.ask(server, 9, "--batch-size", "3")
-        self.assertEqual(code, 3, out + err)
-        self.assertIn("8 of 9 items answered, 0 quarantined, 1 pending", out)
-        self.assertRegex(out, "stopped early: 1 items got no reply after 3 tries, such as %s .HTTP 500: Boom" % bh.item_id("text number 4"))
-        self.assertEqual(self.ask(self.serve(), 9, "--batch-size", "3")[0], 0)
-        os.remove("runs/ledger.jsonl")
-        server = self.serve(lambda prompt, n: (500, b"", {}) if "number 4<" in prompt else completion(reply_to_prompt(prompt)))
-        out = self.ask(server, 6, "--batch-size", "3")[1]                           # nothing else is left to succeed
-        self.assertIn("5 of 6 items answered", out)
-        self.assertIn("1 items got no reply after 10 tries, such as " + bh.item_id("text number 4"), out)
-
-    def test_an_endpoint_that_is_not_there_ends_the_run_soon(self):
-        server = self.serve()
-        server.close()
-        code, out, err = self.ask(server, 2)
-        self.assertEqual(code, 3)
-        self.assertIn("failed 3 times in a row: cannot reach " + server.base, out)
-
-    def test_a_reply_beyond_all_measure_stops_the_run(self):
-        server = self.serve(lambda prompt, n: b" " * 2000)
-        with mock.patch.object(bh, "MAX_REPLY", 1000):
-            self.assertEqual(self.ask(server, 3)[0], 3)
-        self.assertEqual(len(server.requests), 1)
-
-    def test_a_key_is_shown_nowhere(self):
-        key = "sk-ab/cd+ef=0123456789"
-        spelled = [key, key.replace("/", "%2F"), key.replace("/", "%2f").replace("+", "%2b").replace("=", "%3d"), key.replace("+", "%2B").replace("=", "%3D")]
-        for echo in spelled:
-            for body in (error_body(message="key " + echo), error_body(message="key X").replace(b"X", echo.replace("/", "\\/").encode()), echo.encode()):
-                server = self.serve(lambda prompt, n: completion(json.dumps([{"id": name, "answer": echo} for name, _ in asked_in(prompt)]))
-                                    if n == 1 else (500, body, {"x-request-id": echo}) if n < 4 else (200, error_body(message=echo, code=401), {}))
-                os.environ["OPENAI_API_KEY"] = key
-                code, out, err = self.ask(server, 3)
-                self.assertEqual(code, 3)
-                for text in [out, err, self.bytes().decode()]:
-                    self.assertFalse([word for word in spelled if word in text.replace("\\/", "/")], (echo, body))
-                os.remove("runs/ledger.jsonl")
-        os.environ["OPENAI_API_KEY"] = KEY
-        server = self.serve(lambda prompt, n: (404, error_body(message="FAKEPART-123"), {}))
-        base = server.base
-        server.base += "?key=FAKEPART-123"
-        code, out, err = self.ask(server, 1)
-        self.assertEqual(server.requests[0][0], "/v1/chat/completions?key=FAKEPART-123")
-        self.assertNotIn("FAKEPART", out + err + self.bytes().decode())
-        self.assertIn(base, err)
-
-    def test_a_key_is_masked_before_anything_is_cut_or_decoded(self):
-        key = "sk-proj/ABCDEFGHIJKLMNOP"
-        escaped = "".join("\\u%04x" % ord(char) for char in key)
-        bodies = [(401, error_body(message="x" * 470 + " " + key)), (200, b'{"choices": [], "echo": "%s"}' % key.replace("/", "\\/").encode()),
-                  (200, b'{"choices": [], "echo": "%s"}' % escaped.encode()), (200, completion("x", choices=[{"message": {"content": "x"}, "finish_reason": key}]))]
-        for status, body in bodies:
-            server = self.serve(lambda prompt, n: (status, body, {}))
-            os.environ["OPENAI_API_KEY"] = key
-            code, out, err = self.ask(server, 1)
-            for text in (out, err, self.bytes().decode()):
-                self.assertNotIn("ABCDEFGH", text.replace("\\", ""))
-                self.assertNotIn("u0041", text)
-            os.remove("runs/ledger.jsonl")
-        server = self.serve(lambda prompt, n: completion('[{"id": "%s", "answer": "%s"}]' % (asked_in(prompt)[0][0], escaped)))
-        os.environ["OPENAI_API_KEY"] = key
-        self.ask(server, 1)
-        self.assertEqual(list(self.rows("runs/ledger.jsonl")[0]["answers"].values()), ["***"])
-
-    def test_a_reply_that_nobody_waits_for_is_never_taken_for_the_next(self):
-        def twice(handler):
-            prompt = server.requests[-1][2]["messages"][0]["content"]
-            body = completion(reply_to_prompt(prompt))
-            handler.answer(200, body, {})
-            time.sleep(0.002)
-            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-            time.sleep(0.05)
-        server = self.serve(lambda prompt, n: (time.sleep(0.01), twice)[1])
-        code, out, err = self.ask(server, 6, "--attempts", "1")
-        self.assertEqual(self.rows("runs/ledger.jsonl")[0]["verdict"], "ok")
-        self.assertFalse([row for row in self.rows("runs/ledger.jsonl") if row["verdict"] not in ("ok", "set_mismatch")])
-
-    def test_google_names_reason_and_wait_in_its_details(self):
-        def body(**detail):
-            return [{"error": {"code": 429, "message": "x", "status": "RESOURCE_EXHAUSTED", "details": [{"@type": "y"}, detail]}}]
-        self.assertEqual(bh.retry_after(bh.error_in(body(retryDelay="8.5s"), "").waits, 1.0), 8.5)
-        self.assertIsNone(bh.retry_after(bh.error_in(body(retryDelay=["8s"]), "").waits, 1.0))
-        self.assertEqual(bh.classify(400, bh.error_in(body(reason="API_KEY_INVALID"), ""), None, ()).kind, "stop")
-        server = self.serve(lambda prompt, n: (429, json.dumps(body(retryDelay="0.4s")).encode(), {}) if n == 1 else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 1, model="gemini:m")[0], 0)
-        self.assertGreaterEqual(server.times[1] - server.times[0], 0.4)
-
-    def test_openrouter_names_the_time_of_the_reset_in_its_body(self):
-        def body(moment):
-            return error_body(message="x", code=429, metadata={"headers": {"X-RateLimit-Limit": "20", "X-RateLimit-Reset": moment}})
-        for moment, wait in ((1790000006000, 6.0), ("1790000006000", 6.0), ("1780000006000", 0.0), ("soon", None), (None, None)):
-            self.assertEqual(bh.retry_after(bh.error_in(json.loads(body(moment)), "").waits, 1790000000.0), wait)
-        server = self.serve(lambda prompt, n: (429, body("%d" % (1000 * time.time() + 54e6)), {}))
-        code, out, err = self.ask(server, 1, model="openrouter:m")
-        self.assertEqual((code, len(server.requests)), (3, 1), out + err)
-        self.assertRegex(out, "asks to wait 5[34]")
-
-    def test_an_absurd_wait_stops_the_run_in_words(self):
-        for wait in ("99999999999999999999", "100000000000000000", "3600.5"):
-            code, out, err = self.ask(self.serve(lambda prompt, n: (429, b"", {"Retry-After": wait})), 1, "--deadline", "1h")
-            self.assertEqual(code, 3, out + err)
-            self.assertIn("asks to wait", out)
-            os.remove("runs/ledger.jsonl")
-
-    def test_a_proxy_that_drips_its_answer_cannot_hold_the_run(self):
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(8)
-
-            def drip():
-                with contextlib.suppress(OSError):
-                    while True:
-                        peer, _ = listener.accept()
-                        threading.Thread(target=slowly, args=(peer,), daemon=True).start()
-
-            def slowly(peer):
-                with contextlib.suppress(OSError), peer:
-                    for letter in b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 99:
-                        peer.sendall(bytes([letter]))
-                        time.sleep(0.2)
-            threading.Thread(target=drip, daemon=True).start()
-            started = time.monotonic()
-            with mock.patch.dict(os.environ, {"OPENAI_API_KEY": KEY, "https_proxy": "http://127.0.0.1:%d" % listener.getsockname()[1]}):
-                code, out, err = self.main("--input", self.items_file(1), "--model", "openai:x", "--base-url", "https://example.test/v1", "--timeout", "1s")
-            self.assertEqual(code, 3, out + err)
-            self.assertLess(time.monotonic() - started, 12)
-
-    def test_keys_that_stand_in_the_wrong_place_are_not_shown(self):
-        self.items_file(1)
-        for words in (["--api-key-env", "sk-FAKEWRONGPLACE"], ["--api-key=sk-FAKEWRONGPLACE"], ["--api-key", "sk-FAKEWRONGPLACE"]):
-            self.assertNotIn("FAKEWRONGPLACE", self.refused("--input", "items.jsonl", "--model", "openai:m", *words))
-
-    def test_an_echo_of_the_request_is_masked_wherever_it_comes_from(self):
-        key = "sk-FAKE-ECHO-0123456789"
-
-        def echo(handler):
-            handler.wfile.write(("Authorization: Bearer %s\n" % key).encode() * 40 + b"\r\n\r\n")
-            handler.close_connection = True
-        for action in (echo, (500, (key + " ").encode() * 400, {}), (200, b'{"choices": [], "x": "%s"}' % (key.encode() * 400), {}),
-                       (400, error_body(message=key * 400, code="content_filter"), {}), (404, error_body(message=(key[:-1] + "/") * 90 + key * 9), {})):
-            server = self.serve(lambda prompt, n: action)
-            os.environ["OPENAI_API_KEY"] = key
-            server.base += "?key=FAKEQUERY-1&v=2026"
-            code, out, err = self.ask(server, 4)
-            self.assertIn(code, (1, 3))
-            for text in (out, err, self.bytes().decode()):
-                self.assertNotIn("ECHO-0123456789", text)
-                self.assertNotIn("FAKEQUERY", text)
-            os.remove("runs/ledger.jsonl")
-
-    def test_a_word_that_serves_as_a_key_is_no_secret_in_the_model_string(self):
-        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt, "none at all"), model="none-7b") if n == 1 else (404, error_body(message="key? no"), {}))
-        os.environ["OPENAI_API_KEY"] = "none"
-        server.base += "?key=" + KEY
-        code, out, err = self.main("--input", self.items_file(2), "--model", "openai:m", "--base-url", server.base)
-        [row] = self.rows("runs/ledger.jsonl")
-        self.assertEqual((row["model_string"], list(row["answers"].values())), ("none-7b", ["none at all"]))
-        self.assertIn("key? no; check model", out)
-
-    def test_the_remedy_survives_long_words_of_the_endpoint(self):
-        for status, body, words in ((404, b"<html>" + b"not found " * 400, "check model and --base-url"), (401, error_body(message="no " * 900), "check the key")):
-            code, out, err = self.ask(self.serve(lambda prompt, n: (status, body, {})), 2)
-            self.assertIn(words, out)
-            self.assertLessEqual(len(self.failures()[0]["detail"]), 500)
-            self.assertIn(words, self.failures()[0]["detail"])
-            os.remove("runs/ledger.jsonl")
-
-    def test_an_error_inside_a_success_is_read_like_any_other(self):
-        inner = json.dumps({"error": {"code": 403, "message": "flagged by moderation", "metadata": {}}}).encode()
-        server = self.serve(lambda prompt, n: inner if "number 1" in prompt else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 3, model="openrouter:m")[0], 1)
-        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["ok", "rejected", "ok"])
-
-    def test_a_blocked_answer_without_a_message_is_a_refusal(self):
-        server = self.serve(lambda prompt, n: completion("", choices=[{"index": 0, "finish_reason": "content_filter", "message": None}]))
-        self.assertEqual(self.ask(server, 2)[0], 1)
-        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["refused"] * 2)
-
-    def test_the_row_of_a_refused_call_says_what_was_sent_and_how_long_it_took(self):
-        def script(prompt, n):
-            time.sleep(0.02)
-            return completion("no") if n == 1 else (400, b"", {}) if n == 2 else completion(reply_to_prompt(prompt))
-        self.assertEqual(self.ask(self.serve(script), 2, "--retry-param", "temperature=0.7")[0], 1)
-        row = self.rows("runs/ledger.jsonl")[1]
-        self.assertEqual((row["verdict"], row["params"]), ("rejected", {"temperature": 0.7}))
-        self.assertGreaterEqual(row["ms"], 20)
-
-    def test_what_no_endpoint_could_be_is_refused(self):
-        self.items_file(1)
-        os.environ["OPENAI_API_KEY"] = KEY
-        for url in ("127.0.0.1:1/v1", "ftp://x/v1", "http://", "http://x:port/v1", "http://user:FAKEPASS@127.0.0.1:1/v1", "http://[::1/v1",
-                    "http://x:0/v1", "http://a..b/v1", "http://127.0.0.1:1/v\u00e9", "http://127.0.0.1:1/v 1", "http://" + "a" * 70 + ".com"):
-            self.assertNotIn("FAKEPASS", self.refused("--input", "items.jsonl", "--model", "openai:x", "--base-url", url))
-        for key in ("two\nlines", "caf\u00e9", "a b"):
-            os.environ["OPENAI_API_KEY"] = key
-            self.assertNotIn(key, self.refused("--input", "items.jsonl", "--model", "openai:x"))
-        del os.environ["OPENAI_API_KEY"]
-        self.assertIn("OPENAI_API_KEY", self.refused("--input", "items.jsonl", "--model", "openai:x"))
-        self.assertIn("NO_SUCH_KEY", self.refused("--input", "items.jsonl", "--model", "openai:x", "--api-key-env", "NO_SUCH_KEY"))
-        for model in ([], ["--model", "qwen2.5:7b"], ["--model", "cmd:"], ["--model", "py:none.py:f"], ["--model", "demo:drop=x"], ["--model", "demo:x=1"]):
-            self.assertIn("ollama:qwen2.5:7b" if "qwen" in str(model) else "", self.refused("--input", "items.jsonl", *model))
+                    self.assertIn("--base-url", self.refused(*words))
 
     def test_a_name_without_provider_goes_to_the_base_url(self):
         server = self.serve()
         os.environ["OPENAI_BASE_URL"] = server.base
-        self.items_file(1)
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "qwen2.5:7b")[0], 0)
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "openai:x", "--ledger", "l.jsonl")[0], 0)
+        for model in ("qwen2.5:7b", "openai:x"):
+            self.assertEqual(self.fresh(model)[0], 0)
         self.assertEqual([body["model"] for _, _, body in server.requests], ["qwen2.5:7b", "x"])
+
+    REFUSED = [         # what follows --model, and a part of the words that refuse it
+        ("qwen2.5:7b", "ollama:qwen2.5:7b"), ("llama3", "names no provider"),
+        ("opnai:gpt", "names no provider"), (":x", "names no provider"),
+        ("openai", "names no model"), ("anthropic:", "names no model"),
+        ("mistral:7b", "ollama:mistral:7b"), ("deepseek:latest", "ollama:deepseek:latest"),
+        ("mistral:7b-instruct-q4_0", "ollama:mistral:7b-instruct-q4_0"),
+        ("'openai:m\r\nX-Evil: 1'", "control"), ("ollama:a\x7fb", "control"),
+        ("cmd:", "nothing to run"), ("py:none.py:f", "no such Python file"),
+        ("demo:drop=x", "NAME=RATE"), ("demo:x=1", "NAME=RATE"),
+        ("anthropic:m --param temperature=0", "2023-06-01"),
+        ("anthropic:m --retry-param top_p=0.5", "top_p"),
+        ("anthropic:m --api-version 2023-06-01 --param seed=1", "seed"),
+        ("anthropic:m --api-version 1999-01-01", "2023-06-01"),
+        ("anthropic:m --api-version new", "2026-10-21"),
+        ("openai:m --api-version 2026-10-21", "--api-version"),
+        ("ollama:m --param num_ctx=8192", "Modelfile"),
+        ("ollama:m --param max_completion_tokens=9", "max_tokens"),
+        ("mistral:m --param seed=1", "random_seed"), ("openai:m --param n=3", "set for you"),
+        ("openai:m --param seed=1 --param seed=2", "given 2 times"),
+        ("openai:m --param top_p=high", "JSON"), ("openai:m --rpm 0", "whole number"),
+        ("openai:m --max-tokens 9 --param max_tokens=8", "say the same"),
+        ("openai:m --max-tokens 9 --param max_completion_tokens=8", "say the same"),
+        ("openai:m --structured --param 'response_format={}'", "say the same"),
+        ("anthropic:m --structured --retry-param output_config={}", "say the same"),
+        ("deepseek:m --structured", "--structured"), ("dashscope:m --structured", "--structured"),
+        ("demo --base-url http://x/v1", "base-url"), ("demo --max-tokens 9", "max-tokens"),
+        ("cmd:cat --structured", "structured"), ("cmd:cat --max-tokens 9", "max-tokens"),
+        ("cmd:cat --param x=1", "--param"), ("cmd:cat --retry-param x=1", "--retry-param"),
+        ("cmd:cat --base-url http://x/v1", "--base-url"),
+        ("cmd:cat --api-key-env X", "--api-key-env"),
+        ("openai:m --base-url http://127.0.0.1:1/v1/chat/completions", "leave that off"),
+        ("m --base-url http://127.0.0.1:1/chat/completions/", "leave that off"),
+        ("azure:m --base-url http://127.0.0.1:1/chat/completions?api-version=1", "leave that off"),
+        ("anthropic:m --base-url http://127.0.0.1:1/v1/messages", "leave that off"),
+        ("openai:m --base-url http://user:FAKEPASS@127.0.0.1:1/v1", "password"),
+        *(("openai:m --base-url '%s'" % url, "not of the form") for url in (
+            "127.0.0.1:1/v1", "ftp://x/v1", "http://", "http://x:port/v1", "http://[::1/v1",
+            "http://x:0/v1", "http://a..b/v1", "http://127.0.0.1:1/v\u00e9",
+            "http://127.0.0.1:1/v 1", "http://%s.com" % ("a" * 70))),
+        ("openai:m --api-key-env NO_SUCH_KEY", "NO_SUCH_KEY"),
+        ("openai:m --api-key-env sk-FAKEWRONGPLACE", "may be a key"),
+        ("openai:m --api-key=sk-FAKEWRONGPLACE", "api-key"),
+        ("openai:m --api-key sk-FAKEWRONGPLACE", "api-key")]
+
+    def test_what_cannot_work_is_refused_before_any_call(self):
+        server = self.serve()
+        os.environ["ANTHROPIC_BASE_URL"] = server.base
+        self.items_file(1)
+        for line, words in self.REFUSED:
+            with self.subTest(line=line):
+                err = self.refused("--input", "items.jsonl", "--model", *shlex.split(line))
+                self.assertIn(words, err)
+                self.assertNotIn("FAKE", err)
+        self.refused("--input", "items.jsonl")
+        self.assertEqual(server.requests, [])
+
+    def test_an_environment_that_cannot_work_is_refused_and_never_shown(self):
+        self.items_file(1)
+        words = ("--input", "items.jsonl", "--model", "openai:x", "--base-url", "http://example.test")
+        for variable, value, said in (
+                ("OPENAI_API_KEY", "two\nlines", "no header can carry"),
+                ("OPENAI_API_KEY", "caf\u00e9", "no header can carry"),
+                ("OPENAI_API_KEY", "a b", "no header can carry"),
+                ("OPENAI_API_KEY", "", "OPENAI_API_KEY"),
+                ("SSL_CERT_FILE", "none.pem", "SSL_CERT_FILE names none.pem"),
+                ("SSL_CERT_FILE", "items.jsonl", "SSL_CERT_FILE names items.jsonl"),
+                ("SSL_CERT_FILE", ".", "SSL_CERT_FILE names ."),
+                ("http_proxy", "http://127.0.0.1:bad", "http://HOST:PORT"),
+                ("http_proxy", "http://[bad", "http://HOST:PORT"),
+                ("http_proxy", "https://127.0.0.1:9", "speaks https"),
+                ("http_proxy", "socks5h://127.0.0.1:9", "speaks socks5h")):
+            self.keys()
+            url = words[-1].replace("http", "https") if variable.startswith("SSL") else words[-1]
+            with self.subTest(value=value), mock.patch.dict(os.environ, {variable: value}):
+                err = self.refused(*words[:-1], url)
+                self.assertIn(said, err)
+                self.assertNotIn("https://HOST", err)
+                if variable == "OPENAI_API_KEY" and value:
+                    self.assertNotIn(value, err)
+
+    def test_a_retry_may_have_other_parameters_and_every_row_says_what_was_sent(self):
+        def script(prompt, number):
+            time.sleep(0.02)
+            return [b"", choice(content="["), 400, completion(reply_to_prompt(prompt))][number]
+        went = self.play(script, 2, "--max-tokens", "100",
+                         "--retry-param", "max_completion_tokens=400")
+        limits = [body["max_completion_tokens"] for _, _, body in went.requests]
+        self.assertEqual((went.code, limits), (1, [100, 400, 100]))
+        self.assertEqual(went.verdicts, ["not_json", "rejected", "ok"])
+        self.assertEqual(went.rows[1]["params"], {"max_completion_tokens": 400})
+        self.assertGreaterEqual(went.rows[1]["ms"], 20)
+
+    def test_structured_asks_for_one_object_keyed_by_id(self):
+        words = {"type": "array", "items": {"type": "string", "maxLength": 9, "pattern": "^a"},
+                 "maxItems": 2, "uniqueItems": True}
+        fields = {"label": {"enum": ["yes", "no"]}, "sure": {"const": True}, "words": words,
+                  "score": {"type": "number", "minimum": 0, "maximum": 1},
+                  "mixed": {"enum": [1, "1", None]}}
+        sent = {"rubric_version": {"type": "integer", "enum": [3]},
+                "label": {"type": "string", "enum": ["yes", "no"]},
+                "sure": {"type": "boolean", "enum": [True]},
+                "words": {"type": "array", "items": {"type": "string"}},
+                "score": {"type": "number"},
+                "mixed": {"type": ["null", "number", "string"], "enum": [1, "1", None]}}
+
+        def closed(members):
+            return {"type": "object", "properties": members, "required": list(members),
+                    "additionalProperties": False}
+        good = {"rubric_version": 3, "label": "yes", "sure": True, "score": 0.5, "words": ["a"],
+                "mixed": None}
+        self.write("task.json", json.dumps({"rubric_version": 3, "fields": fields}))
+        for model, reply, place in (
+                ("openai:m", completion, ("response_format", "json_schema", "schema")),
+                ("anthropic:m", message, ("output_config", "format", "schema"))):
+            def script(prompt, number):
+                values = dict(good, score=2) if number == 1 else good
+                return reply(json.dumps({name: values for name, _ in asked_in(prompt)}))
+            went = self.play(script, 3, "--batch-size", "3", "--structured", "--task", "task.json",
+                             model=model)
+            self.assertEqual(went.code, 0, went.said)
+            # The bound of `score` is left out of the schema, and still checked.
+            self.assertEqual([(row["verdict"], row["form"], "params" in row) for row in went.rows],
+                             [("bad_value", "keyed", False), ("ok", "keyed", False)])
+            body = went.requests[0][2]
+            self.assertIn("named by the item's id", body["messages"][0]["content"])
+            schema = functools.reduce(dict.get, place, body)
+            batch = went.rows[0]["batch"]
+            self.assertEqual(schema, closed(dict.fromkeys(batch, closed(sent))))
+            self.assertEqual(list(schema["properties"]), batch)
+
+    def test_a_structured_run_is_another_task_and_is_reported_apart(self):
+        self.play(None, 2)
+        keyed = self.serve(lambda prompt, number: completion(json.dumps(
+            {name: {"answer": "good"} for name, _ in asked_in(prompt)})))
+        self.assertEqual(self.ask(keyed, 2, "--structured", "--batch-size", "2")[0], 0)
+        arms = json.loads(self.main("report", "--json")[1])["arms"]
+        self.assertEqual([(arm["form"], arm["calls"]) for arm in arms], [("list", 2), ("keyed", 1)])
+
+    # ---- what a reply says ----
+
+    THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
+    VERDICTS = [        # an action, or a function that makes one of a good text; the verdict on it
+        ("openai", choice(content=None, refusal="cannot help"), "refused"),
+        ("openai", choice("content_filter", content=""), "refused"),
+        ("openai", completion("", choices=[{"finish_reason": "content_filter", "message": None}]),
+         "refused"),
+        ("openai", choice("length", content=""), "truncated"),
+        ("openai", choice("length", content='[{"id":"3f9a'), "truncated"),
+        ("openai", choice("MAX_TOKENS", content='[{"id":'), "truncated"),
+        ("openai", choice("length", content="", reasoning="hm"), "truncated"),
+        ("openai", choice(content=None), "empty_reply"),
+        ("openai", choice(None, content="", reasoning_content="[]"), "empty_reply"),
+        ("openai", choice("SAFETY", content="", reasoning="[1]"), "refused"),
+        *(("openai", choice(finish), "refused") for finish in (
+            "SAFETY", "PROHIBITED_CONTENT", "RECITATION", "BLOCKLIST", "SPII", "sensitive")),
+        ("openai", lambda text: choice(None, content=text), "ok"),
+        ("openai", lambda text: choice(content=[Models.THOUGHT, {"type": "text", "text": text}]),
+         "ok"),
+        ("openai", lambda text: completion(text).replace(b"good", b"caf\xe9"), "not_json"),
+        ("openai", lambda text: b"\xef\xbb\xbf" + completion(text), "ok"),
+        ("openai", error(400, code="json_validate_failed", failed_generation='{"results": ['),
+         "not_json"),
+        ("anthropic", message("", stop_reason="max_tokens"), "truncated"),
+        ("anthropic", message("", stop_reason="model_context_window_exceeded", content=[]),
+         "truncated"),
+        ("anthropic", message("", content=[]), "empty_reply"),
+        ("anthropic", message("", stop_reason="refusal", content=[], stop_details={
+            "type": "refusal", "category": "bio", "explanation": None}), "refused"),
+        ("anthropic", message("well", stop_reason="refusal"), "refused"),
+        ("anthropic", message("well", stop_reason="pause_turn"), "not_json"),
+        ("anthropic", message("well", usage=None), "not_json")]
+
+    def test_what_a_reply_says_of_itself_reaches_the_verdict(self):
+        for name, action, verdict in self.VERDICTS:
+            with self.subTest(action=action):
+                def script(prompt, number):
+                    return action(reply_to_prompt(prompt)) if callable(action) else action
+                went = self.play(script, 1, "--attempts", "1", model=name + ":m")
+                self.assertEqual(went.verdicts, [verdict], went.said)
+
+    def test_what_a_reply_says_beside_its_text_is_kept_where_it_is_sound(self):
+        for member, said, row in (
+                ("model", "other", "other"), ("model", None, None), ("model", 5, None),
+                ("model", "", None), ("usage", {"prompt_tokens": "40"}, None)):
+            went = self.play(at((), None, lambda text: completion(text, **{member: said})))
+            self.assertEqual(went.rows[0]["model_string"], row if member == "model" else "served-1")
+            self.assertEqual("tokens_in" in went.rows[0], member == "model")
+
+    def test_json_that_stands_in_the_reasoning_is_shown_and_never_an_answer(self):
+        for name in ("reasoning_content", "reasoning"):
+            went = self.play(lambda prompt, number: choice(
+                "length", **{"content": " \n", name: reply_to_prompt(prompt)}), 1, "--attempts", "1")
+            [row] = went.rows
+            self.assertEqual((went.code, row["verdict"], "answers" in row),
+                             (1, "empty_reply", False))
+            self.assertEqual(json.loads(row["reply"])[0]["answer"], "good")
+            self.assertIn("the JSON stands in the reasoning", row["detail"])
+            self.assertEqual(bh.rederived(row, bh.DEFAULT).code, "empty_reply")
+
+    def test_an_endpoint_that_reads_only_a_part_of_the_prompt_is_pointed_out_once(self):
+        sentence = "The delivery came two days late and the box was open. "
+        rows = [json.dumps({"text": "%d %s" % (n, sentence * 40)}) for n in range(16)]
+        self.write("long.jsonl", "\n".join(rows) + "\n")
+
+        def script(prompt, number):
+            usage = {"prompt_tokens": min(2051, len(prompt) // 4), "completion_tokens": 9}
+            return completion(reply_to_prompt(prompt), usage=usage)
+        for model, words in (("ollama:m", "OLLAMA_CONTEXT_LENGTH"), ("openai:m", "larger context")):
+            for size, times in (("2", 0), ("8", 1)):
+                went = self.play(script, 0, "--input", "long.jsonl", "--batch-size", size,
+                                 model=model)
+                told = [went.err.count(said) for said in ("seems to read only a part", words)]
+                self.assertEqual((went.code, told), (0, [times] * 2), went.err)
+
+    def test_a_prompt_that_was_read_whole_is_never_called_cut(self):
+        english = "The delivery came two days late and the box was open. " * 200
+        chinese = "\u5feb\u9012\u665a\u4e86\u4e24\u5929\uff0c\u7bb1\u5b50\u4e5f\u662f\u5f00" * 300
+        hindi = "\u0921\u093f\u0932\u0940\u0935\u0930\u0940 " * 600
+        for text, whole, half in (
+                (english, len(english) / 4.9, len(english) / 9), ("short", 1, None),
+                (chinese, len(chinese) / 1.8, len(chinese) / 2.8),
+                (hindi, len(hindi) / 3.6, len(hindi) / 6.6),
+                ("!" * 20000 + english, len(english) / 4.9, None),
+                (english, 0, None)):                # some count nothing for a cached prompt
+            with self.subTest(text=text[:20]):
+                self.assertFalse(bh.seems_cut(text, int(whole)))
+                self.assertFalse(bh.seems_cut(text, None))
+                if half is not None:
+                    self.assertTrue(bh.seems_cut(text, int(half)))
+
+    # ---- what an error says ----
+
+    STOPS = [           # an answer with which no call can succeed, and what to do
+        ("openai", error(429, type="insufficient_quota"), "no money"),
+        ("openai", error(429, code="organization_spend_limit_exceeded"), "no money"),
+        ("openai", error(429, type="insufficient_quota", code="credit_balance_exhausted"),
+         "no money"),
+        ("openai", error(401, "Or Bearer " + KEY, code="invalid_api_key"), "check the key"),
+        ("openai", error(401, "no " * 900), "check the key"),
+        ("openai", (401, b'{"error": "Unauthorized"}'), "Unauthorized; check the key"),
+        ("openai", (400, b'{"code": "x", "error": "Incorrect API key provided: z"}'),
+         "check the key"),
+        ("openai", error(402, "Insufficient Balance"), "no money"),
+        ("openai", error(403, "region"), "may not"), ("openai", 403, "may not"),
+        ("openai", error(404, code="model_not_found"), "check model"),
+        ("openai", (404, b"<html>" + b"not found " * 400), "check model and --base-url"),
+        ("openai", (404, b'{"detail": "Not Found"}'), "HTTP 404: Not Found; check model"),
+        ("openai", (404, b'{"error": "model \'x\' not found"}'), "check model"),
+        ("openai", error(400, param="max_tokens", code="unsupported_parameter"), "--param"),
+        ("openai", error(400, code="unsupported_value", param=None), "--param"),
+        ("openai", error(400, param="stop.value"), "--param"),
+        ("openai", error(400, param="stream"), "--param"),
+        ("openai", (422, b'{"detail": [{"loc": ["body", "stop"], "msg": "no"}]}'), "--param"),
+        ("openai", error(501, type="not_supported_error", code=501), "the request"),
+        ("openai", 501, "the request"), ("openai", 418, "the request"),
+        ("openai", 505, "check --base-url"), ("openai", 405, "check --base-url"),
+        ("openai", 410, "check --base-url"),
+        ("openai", (307, b"", {"Location": "http://127.0.0.1:1/"}), "redirects"),
+        ("openai", (301, b"", {"Location": "http://127.0.0.1:1/"}), "redirects"),
+        ("gemini", (400, b'[{"error": {"details": [{"reason": "API_KEY_INVALID"}]}}]'),
+         "check the key"),
+        ("gemini", error(400, "API key not valid. Pass one.", code=400, status="INVALID_ARGUMENT"),
+         "check the key"),
+        ("ollama", error(404, "try pulling it first", type="not_found_error"), "check model"),
+        ("openrouter", error(402, "Not enough credits.", code=402), "no money"),
+        ("deepseek", error(402, type="unknown_error", code="invalid_request_error"), "no money"),
+        ("azure", error(404, "Resource not found", code="404"), "check model"),
+        ("anthropic", error(429, type="rate_limit_error",
+                            details={"error_code": "enforced_spend_limit_reached"}), "no money"),
+        ("anthropic", error(429, type="rate_limit_error",
+                            details={"error_code": "contract_spend_limit_reached"}), "no money"),
+        ("anthropic", error(400, "stop: Extra inputs are not permitted"), "--param"),
+        ("anthropic", error(401, type="authentication_error"), "check the key"),
+        ("anthropic", error(402, type="billing_error"), "no money"),
+        ("anthropic", error(403, type="permission_error"), "may not"),
+        ("anthropic", error(404, "model: nope", type="not_found_error"), "check model")]
+
+    def after(self, name, when, action, count, *more):
+        """What came of a run over a provider that does this `when`, and else answers."""
+        good = message if name == "anthropic" else completion
+        return self.play(at(when, action, good), count, "--param", 'stop=["x"]', *more,
+                         model=name + ":m")
+
+    def test_a_bad_key_no_money_or_a_wrong_model_stops_at_once(self):
+        for name, action, words in self.STOPS:
+            for first in (1, 2):
+                with self.subTest(provider=name, action=action, first=first):
+                    went = self.after(name, [first], action, 3)
+                    self.assertEqual((went.code, went.calls, went.verdicts),
+                                     (3, first, ["ok"] * (first - 1)), went.said)
+                    self.assertIn("%d of 3 items answered, 0 quarantined, %d pending" % (
+                        first - 1, 4 - first), went.out)
+                    self.assertIn(words, went.out)
+                    [detail] = [row["detail"] for row in went.failures]
+                    self.assertIn(words, detail)
+                    self.assertLessEqual(len(detail), 500)
+
+    REJECTS = [         # an answer to a request whose content is at fault
+        ("openai", 400), ("openai", 422), ("openai", (413, b"<html>too large")),
+        ("openai", error(400, code="content_filter", param="prompt", innererror={"code": "z"})),
+        ("openai", error(400, code="context_length_exceeded", param="messages")),
+        ("openai", error(400, code=400, type="BadRequestError", param="input_tokens")),
+        ("openai", error(400, code=400, type="exceed_context_size_error", n_ctx=8192)),
+        ("openai", error(500, code=500, type="exceed_context_size_error")),
+        ("openai", error(500, "Context size has been exceeded.", type="server_error", code=500)),
+        ("openai", error(500, "the request exceeds the available context size. try")),
+        ("openai", (422, b'{"detail": "text"}')), ("openai", (400, b'{"error": true}')),
+        ("openai", error(400, ["odd"], code=["odd"], param={"odd": 1}, details="odd")),
+        ("openrouter", error(403, code=403, metadata={"reasons": ["x"]})),
+        ("openrouter", error(200, code=403, metadata={})),      # an error inside a success
+        ("gemini", (400, b'[{"error": {"code": 400, "status": "INVALID_ARGUMENT", "details": []}}]')),
+        ("dashscope", error(400, code="data_inspection_failed", type="data_inspection_failed")),
+        ("mistral", (422, b'{"detail": [{"loc": ["body", "messages"], "msg": "Field required"}]}')),
+        ("anthropic", error(400, "prompt is too long", type="invalid_request_error")),
+        ("anthropic", (413, b"<html>"))]
+
+    def test_a_refused_content_is_a_verdict_on_its_item(self):
+        for name, action in self.REJECTS:
+            with self.subTest(provider=name, action=action):
+                went = self.after(name, "number 3", action, 6, "--batch-size", "2")
+                self.assertEqual(
+                    [(row["verdict"], len(row["batch"])) for row in went.rows],
+                    [("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)], went.said)
+                self.assertEqual((went.code, went.failures), (1, []))
+                self.assertIn("5 of 6 items answered, 1 quarantined, 0 pending", went.out)
+
+    PLAIN = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
+    CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    LATER = [           # what brings no reply and is asked again; a part of what is noted
+        ("openai", error(500, "oops"), "HTTP 500: oops"), ("openai", 408, "HTTP 408"),
+        ("openai", (503, b"", {"Retry-After": "0.01"}), "HTTP 503"),
+        ("openai", error(503, "Loading model", type="unavailable_error"), "503: Loading model"),
+        ("openai", error(500, "Not so: Context size has been exceeded.", type="server_error"),
+         "HTTP 500: Not so"),
+        ("openai", (402, b"", {"Retry-After": "0.01"}), "HTTP 402"),    # final unless it says when
+        ("openai", (429, error_body(message="slow", code="rate_limit_exceeded"),
+                    {"Retry-After": "0"}), "HTTP 429: slow"),
+        ("openai", error(429, "too fast", type="rate_limit_error", code="slow_down"), "too fast"),
+        ("openai", (529, b"<!DOCTYPE html><title>529</title>" + b"x" * 8000), "HTTP 529"),
+        ("openai", (502, b"[]"), "HTTP 502"), ("openai", (502, b"[[]]"), "HTTP 502"),
+        ("openai", b"<html>", "with no JSON"), ("openai", b"[]", "with no JSON"),
+        ("openai", b'{"choices":[{"message":{"content":"[{', "with no JSON"),
+        ("openai", b"\n\n", "with no JSON"), ("openai", b"{}", "without a whole choice"),
+        ("openai", completion("", choices=[]), "without a whole choice"),
+        ("openai", error(200, "upstream", code=502), "HTTP 502: upstream"),
+        ("openai", completion("", choices=[{"error": {"message": "mid", "code": 503}}]),
+         "HTTP 503: mid"),
+        ("openai", (200, b"{", {"Content-Length": "999", "Connection": "close"}),
+         "the reply broke off"),
+        ("openai", raw(PLAIN + b'{"choices":[{"message":{"content":"[{\\"id'), "with no JSON"),
+        ("openai", raw(CHUNKED + b"5\r\n{\"cho\r\n"), "the reply broke off"),
+        *(("openai", choice(finish, content=""), "") for finish in sorted(bh.FAILED_FINISHES)),
+        ("groq", error(498, "Flex capacity is full.", code="capacity_exceeded"), "HTTP 498"),
+        ("anthropic", error(409, type="conflict_error"), "HTTP 409"),
+        ("anthropic", error(429, type="rate_limit_error"), "HTTP 429"),
+        ("anthropic", error(429, details={"error_code": "ramp_limit_exceeded"}), "HTTP 429"),
+        ("anthropic", error(500, type="api_error"), "HTTP 500"),
+        ("anthropic", error(504, type="timeout_error"), "HTTP 504"),
+        ("anthropic", error(529, type="overloaded_error"), "HTTP 529")]
+
+    def test_a_call_that_brought_no_reply_is_not_a_verdict_on_an_item(self):
+        for name, action, words in self.LATER:
+            with self.subTest(provider=name, action=action):
+                went = self.after(name, (2, 4), action, 6, "--batch-size", "2")
+                self.assertEqual((went.code, went.calls), (0, 5), went.said)
+                rows = [(row["attempt"], len(row["batch"]), row["verdict"]) for row in went.rows]
+                self.assertEqual(rows, [(1, 2, "ok")] * 3)
+                self.assertEqual(len(went.failures), 2)
+                for row in went.failures:
+                    self.assertIn(words, row["detail"])
+                    self.assertLessEqual(len(row["detail"]), 600)
+
+    # ---- waits ----
+
+    def test_the_wait_is_read_as_seconds_fraction_date_or_milliseconds(self):
+        for headers, wait in (
+                ({}, None), ({"retry-after": "2"}, 2), ({"retry-after": "0.25"}, 0.25),
+                ({"retry-after-ms": "1500", "retry-after": "9"}, 1.5),
+                ({"retry-after-ms": "x", "retry-after": "3"}, 3),
+                ({"retry-after": "Mon, 21 Sep 2026 14:13:24 GMT"}, 4.0),
+                ({"retry-after": "Mon, 21 Sep 2026 14:13:19 GMT"}, 0.0),
+                ({"retry-after": "-3"}, 0.0),
+                *(({"retry-after": junk}, None) for junk in (
+                    "", "soon", "nan", "Fri, 31 Dec 99999 23:59:59 GMT", "GMT Dec , 0 : 99999 -",
+                    "Mon, 1 Jan %s 00:00:00 GMT" % ("9" * 23)))):
+            self.assertEqual(bh.retry_after(headers, 1790000000.0), wait, headers)
+
+    def test_a_wait_may_stand_in_the_body(self):
+        def google(delay):
+            return {"details": [{"@type": "y"}, {"retryDelay": delay}]}
+
+        def openrouter(moment):
+            return {"metadata": {"headers": {"X-RateLimit-Reset": moment}}}
+        for members, wait in (
+                (google("8.5s"), 8.5), (google(["8s"]), None), (openrouter(1790000006000), 6.0),
+                (openrouter("1790000006000"), 6.0), (openrouter("1780000006000"), 0.0),
+                (openrouter("soon"), None), (openrouter(None), None)):
+            for document in ({"error": members}, [{"error": members}]):
+                waits = bh.error_in(document, "").waits
+                self.assertEqual(bh.retry_after(waits, 1790000000.0), wait, members)
+        went = self.play(at([1], error(429, **google("0.4s"))), model="gemini:m")
+        self.assertEqual(went.code, 0, went.said)
+        self.assertGreaterEqual(went.server.times[1] - went.server.times[0], 0.4)
+        reset = openrouter("%d" % (1000 * time.time() + 54e6))
+        went = self.play(at("", error(429, **reset)), model="openrouter:m")
+        self.assertEqual((went.code, went.calls), (3, 1), went.said)
+        self.assertRegex(went.out, "asks to wait 5[34]")
+
+    def test_a_wait_beyond_all_patience_ends_the_run(self):
+        for wait, option, value, words in (
+                ("86400", "--workers", "1", "asks to wait 86400 s"),
+                ("60", "--deadline", "30s", "asks to wait 6"),
+                ("60", "--max-calls", "1", "--max-calls 1 is reached"),
+                ("99999999999999999999", "--deadline", "1h", "asks to wait"),
+                ("100000000000000000", "--deadline", "1h", "asks to wait"),
+                ("3600.5", "--deadline", "1h", "asks to wait")):
+            went = self.play(at("", (429, b"", {"Retry-After": wait})), 2, option, value)
+            self.assertEqual(went.code, 3)
+            self.assertIn(words, went.out)
+
+    def test_waits_are_reported_as_what_they_were(self):
+        for count, waits, busy, words in ((8, 4, [5], "429 4, 503 1"), (6, 6, [], "429 6")):
+            def script(prompt, number):
+                if number in busy:
+                    return 503
+                if number > waits:
+                    return completion(reply_to_prompt(prompt))
+                time.sleep(0.1)
+                return 429, b"", {"Retry-After": "0.3"}
+            went = self.play(script, count, "--workers", str(waits))
+            self.assertEqual(went.code, 0, went.said)
+            self.assertIn("%d calls without a reply" % (waits + len(busy)), went.out)
+            self.assertIn("calls without a reply: " + words, self.main("report")[1])
+
+    def test_the_servers_wait_is_kept_by_all_and_never_cut_short(self):
+        opens = []
+
+        def script(prompt, number):
+            if opens and time.monotonic() >= opens[0]:
+                return completion(reply_to_prompt(prompt))
+            opens.append(time.monotonic() + 1.0)
+            return 429, b"", {"Retry-After": "1"}
+        went = self.play(script, 12, "--workers", "4", "--batch-size", "2")
+        self.assertEqual(went.code, 0, went.said)
+        after = [moment - went.server.times[0] for moment in went.server.times]
+        self.assertLessEqual(sum(moment < 0.9 for moment in after), 4)
+        self.assertGreaterEqual(min(moment for moment in after if moment >= 0.9), 1.0)
+        self.assertLessEqual(len(went.failures), 2)             # the waits of one episode are one row
+        self.assertEqual({(row["attempt"], row["fallback"]) for row in went.rows}, {(1, False)})
+
+    # ---- when a run ends early ----
+
+    def test_an_endpoint_that_always_answers_401_gets_at_most_workers_calls(self):
+        def script(prompt, number):
+            time.sleep(0.05)
+            return 401
+        went = self.play(script, 50, "--workers", "4")
+        self.assertEqual((went.code, went.rows), (3, []))
+        self.assertLessEqual(went.calls, 4)
+
+    def test_refused_texts_are_quarantined_and_block_no_others(self):
+        context = error(500, "Context size has been exceeded.")
+        for action, refused, count, size, workers, calls in (
+                (400, "[0]", 4, 1, 1, 4),               # before any call has succeeded
+                (context, "[2]", 6, 3, 1, 5),
+                *((status, "[0-9]*[49]", 15, 5, workers, None)
+                  for status in (400, 413) for workers in (1, 4))):
+            with self.subTest(action=action, refused=refused, workers=workers):
+                went = self.play(at("number %s<" % refused, action), count, "--batch-size", size,
+                                 "--workers", workers)
+                self.assertEqual((went.code, went.failures), (1, []), went.said)
+                self.assertIn(went.calls, (calls or went.calls,))
+                names = [name for name in map(str, range(count)) if re.fullmatch(refused, name)]
+                self.assertIn("%d of %d items answered, %d quarantined, 0 pending" % (
+                    count - len(names), count, len(names)), went.out)
+
+    def test_refused_texts_end_the_same_however_the_run_was_cut(self):
+        script = at("number (17|18|19)<", 400)
+        whole = self.play(script, 20).out
+        self.play(script, 20, "--limit", "17")
+        for out in (whole, self.ask(self.serve(script), 20)[1]):
+            self.assertIn("17 of 20 items answered, 3 quarantined, 0 pending", out)
+
+    def test_fast_refusals_wait_for_slow_successes(self):
+        slow = threading.Event()
+
+        def script(prompt, number):
+            if re.search("number [012]<", prompt):
+                slow.wait(10)                               # refused while the fourth call is in flight
+                return 400
+            slow.set()
+            time.sleep(0.3)
+            return completion(reply_to_prompt(prompt))
+        self.assertIn("7 of 10 items answered, 3 quarantined, 0 pending",
+                      self.play(script, 10, "--workers", "4").out)
+
+    def test_twenty_calls_without_an_acceptable_reply_stop_the_run_with_an_example(self):
+        wrong = ("bad_value .*the reply begins: .*Positive.*"
+                 "most often: .answer. breaks enum: .Positive. 20; change the labels")
+        for script, calls, words in (
+                (lambda prompt, number: completion(reply_to_prompt(prompt, "Positive")), 40, wrong),
+                (at("", completion("")), 40, "empty_reply .*; the endpoint or the model may be down"),
+                (at("", error(400, "no")), 20, "rejected .HTTP 400: no.; .*check the account")):
+            more = ("--labels", "positive,negative")
+            went = self.play(script, 30, *more)
+            self.assertEqual((went.code, went.calls), (3, 20), went.said)
+            self.assertIn("0 of 30 items answered, 0 quarantined, 30 pending", went.out)
+            self.assertRegex(went.out, "stopped early: 20 calls brought no acceptable reply, "
+                             "as for item [0-9a-f]{12}: " + words)
+            self.assertNotIn('"quarantined"', self.bytes().decode())
+            self.assertEqual(self.main("audit")[0], 0)
+            went = self.play(script, 20, *more, "--keep-going")
+            self.assertEqual((went.code, went.calls), (1, calls))
+
+    def test_a_file_of_fewer_calls_ends_with_its_texts_in_quarantine(self):
+        for action, calls in ((completion("no"), 18), (400, 9)):
+            went = self.play(at("", action), 9)
+            self.assertEqual((went.code, went.calls), (1, calls), went.said)
+            self.assertIn("0 of 9 items answered, 9 quarantined, 0 pending", went.out)
+            self.assertIn("nothing to do", self.ask(self.serve(at("", action)), 9)[1])
+            self.assertEqual(self.main("audit")[0], 0)
+            arms = json.loads(self.main("report", "--json")[1])["arms"]
+            self.assertEqual([arm["quarantined"] for arm in arms], [9])
+
+    def test_fifty_calls_in_a_row_stop_a_run_that_went_well_and_quarantine_nothing(self):
+        expired = error(400, "Your balance is too low.", type="invalid_request_error")
+        went = self.play(at(range(4, 99), expired, message), 80, model="anthropic:m")
+        self.assertEqual((went.code, went.calls), (3, 53), went.said)
+        self.assertIn("3 of 80 items answered, 0 quarantined, 77 pending", went.out)
+        self.assertRegex(went.out, "50 calls in a row brought no acceptable reply.*Your balance is")
+        out = self.ask(self.serve(at((), None, message)), 80, model="anthropic:m")[1]
+        self.assertIn("80 of 80 items answered, 0 quarantined", out)
+
+    def test_refusals_that_name_the_content_do_not_count(self):
+        for action in (error(400, code="content_filter"), choice("content_filter", content="")):
+            went = self.play(at(range(61), action), 65)
+            self.assertEqual((went.code, went.calls), (1, 65), went.said)
+            self.assertIn("5 of 65 items answered, 60 quarantined, 0 pending", went.out)
+
+    def test_a_refused_call_is_on_the_ledger_however_the_run_ends(self):
+        went = self.play(at("", 400), 8, "--max-calls", "1")
+        self.assertEqual((went.code, went.verdicts), (3, ["rejected"]))
+        self.assertIn("0 quarantined, 8 pending", went.out)
+
+    def test_an_item_held_back_from_quarantine_begins_anew_beside_its_batch(self):
+        self.play(at("", 400), 3, "--batch-size", "3", "--max-calls", "2")
+        self.assertEqual(self.ask(self.serve(), 3, "--batch-size", "3")[0], 0)
+        rows = {(*row["batch"], row["fallback"], row["size"]) for row in self.rows(LEDGER)[2:]}
+        names = [bh.item_id("text number %d" % n) for n in range(3)]
+        self.assertEqual(rows, {(name, name != names[0], 3) for name in names})
+
+    ALWAYS_FAILS = [    # what fails, MAX_FAILURES, more options, calls, items answered, of, words
+        (range(2, 99), 503, None, [], 5, 1, "failed 10 times in a row: HTTP 503"),
+        ("number 1", 500, 3, ["--workers", "2"], 9, 8, "after 3 tries"),
+        ("number 4<", error(500, "Boom."), 3, ["--batch-size", "3"], 9, 8,
+         "stopped early: 1 items got no reply after 3 tries, such as ID .HTTP 500: Boom"),
+        # Nothing else is left to succeed:
+        ("number 4<", 500, None, ["--batch-size", "3"], 6, 5,
+         "1 items got no reply after 10 tries, such as ID")]
+
+    def test_what_always_fails_is_left_and_named_while_others_go_on(self):
+        name = bh.item_id("text number 4")
+        for when, action, most, more, count, answered, words in self.ALWAYS_FAILS:
+            with self.subTest(words=words), contextlib.ExitStack() as patches:
+                for limit, value in (("MAX_FAILURES", most), ("MAX_BACKOFF", 0.01)):
+                    if most:
+                        patches.enter_context(mock.patch.object(bh, limit, value))
+                went = self.play(at(when, action), count, *more)
+                self.assertEqual(went.code, 3, went.said)
+                self.assertIn("%d of %d items answered, 0 quarantined, %d pending" % (
+                    answered, count, count - answered), went.out)
+                self.assertRegex(went.out, words.replace("ID", name))
+
+    def test_failures_of_one_call_are_not_counted_against_the_next(self):
+        with mock.patch.object(bh, "MAX_FAILURES", 5):
+            went = self.play(lambda prompt, number: completion("no") if number == 5 else
+                             at((1, 10), completion(reply_to_prompt(prompt)), lambda text: 503)(
+                                 prompt, number), 2)
+        self.assertEqual((went.code, went.calls), (0, 10), went.said)
+
+    # ---- connections ----
+
+    def test_a_connection_is_kept_and_no_request_on_it_is_lost_from_sight(self):
+        def closing(handler):
+            handler.answer(200, completion(reply_to_prompt(handler.prompt)))
+            handler.close_connection = True                 # without a word, as idle servers do
+
+        def second(action):
+            def act(handler):
+                if handler.calls % 2:
+                    handler.answer(200, completion(reply_to_prompt(handler.prompt)))
+                else:
+                    action(handler)
+            return act
+
+        def broken(handler):
+            handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n{")
+            time.sleep(0.1)
+            reset(handler)
+        for name, when, action, count, more, calls, connections, billed in (
+                ("kept alive", [], None, 20, [], 20, 1, []),
+                ("closed when idle", "", closing, 5, ["--rpm", "1200"], 5, 5, []),
+                ("crossed with a request", "", second(raw(b"")), 5, [], 9, 5, []),
+                ("broken in a reply", [2], broken, 3, [], 4, 2, [True]),
+                ("closed when fresh", [1], raw(b""), 2, [], 3, 2, [False])):
+            with self.subTest(name):
+                went = self.play(at(when, action), count, *more)
+                self.assertEqual((went.code, went.calls, went.server.connections),
+                                 (0, calls, connections), went.said)
+                self.assertEqual([row["billed"] for row in went.failures], billed)
+        self.assertIn("the reply broke off", went.failures[0]["detail"])
+        went = self.play(at("", second(reset)), 12, "--max-calls", "10")
+        self.assertEqual((went.code, went.calls), (3, 10))
+        self.assertEqual(len(went.rows) + len(went.failures), 10)
+
+    def test_a_reply_that_nobody_waits_for_is_never_taken_for_the_next(self):
+        def twice(handler):
+            body = completion(reply_to_prompt(handler.prompt))
+            time.sleep(0.01)
+            handler.answer(200, body)
+            time.sleep(0.002)
+            handler.answer(200, body)
+            time.sleep(0.05)
+        went = self.play(at("", twice), 6, "--attempts", "1")
+        self.assertEqual(went.verdicts[0], "ok")
+        self.assertLessEqual(set(went.verdicts), {"ok", "set_mismatch"})
+
+    def test_no_connection_is_left_open_at_the_end(self):
+        server = self.serve()
+        words = ["--input", self.items_file(8), "--model", "m", "--base-url", server.base]
+        run = subprocess.run([sys.executable, "-X", "dev", PROGRAM, *words, "--workers", "4"],
+                             capture_output=True)
+        self.assertEqual((run.returncode, b"Warning" in run.stderr), (0, False), run.stderr)
+
+    def test_a_call_that_has_just_ended_is_not_shut_down(self):
+        class Connection:
+            socks = []
+
+            @property
+            def sock(self):
+                client._deadlines[self] = 20.0              # its next call begins
+                return self.socks.pop() if self.socks else None
+        client = bh.Client("http://127.0.0.1:1/v1", 5, [], "")
+        for looks in (1, 2):                                # it was let go of between two, or not
+            connection, (ours, theirs) = Connection(), socket.socketpair()
+            with ours, theirs:
+                connection.socks = [ours] * looks
+                client._deadlines = {connection: 1.0}
+                client.end_overdue(10.0)
+                ours.sendall(b"still open")
+
+    def test_a_transport_that_never_worked_is_tried_three_times(self):
+        for action, words, billed in (
+                (raw(b"SSH-2.0-x\r\n\r\n"), "does not speak HTTP", True),
+                (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"), "broke off", True),
+                (raw(b""), "broke off", False)):
+            went = self.play(at("", action), 3)
+            self.assertEqual((went.code, went.server.connections), (3, 3), went.said)
+            self.assertIn(words, went.out)
+            self.assertEqual({row["billed"] for row in went.failures}, {billed})
+        self.assertIn("failed 3 times in a row: cannot reach " + went.server.base,
+                      self.ask(went.server, 4)[1])          # which is closed by now
+
+    def test_an_answer_that_comes_before_all_was_sent_is_read(self):
+        server = self.serve()
+        server.early = raw(b"HTTP/1.1 401 No\r\nContent-Length: 27\r\n\r\n" + b'{"error": "no such key"}   ')
+        self.write("items.jsonl", json.dumps({"text": "long " * 2000000}))
+        code, out, err = self.ask(server, 0)
+        self.assertEqual((code, server.connections), (3, 1), out + err)
+        self.assertIn("no such key; check the key", out)
+
+    def test_a_slow_drip_cannot_outlive_the_time_of_a_call(self):
+        head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n"
+
+        def stall(handler):
+            raw(head, b" " * 27, 0.1)(handler)
+            time.sleep(6)
+        for action, timeout, most in (
+                (raw(head, b" " * 400), "1s", 10),
+                (raw(b"", b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 400), "1s", 10),
+                (stall, "3s", 5)):              # silence gets only what is left, or it would be 6
+            went = self.play(at([1], action), 1, "--timeout", timeout)
+            self.assertEqual(went.code, 0, went.said)
+            self.assertLess(went.server.times[1] - went.server.times[0], most)
+            self.assertIn("no reply from", went.failures[0]["detail"])
+            self.assertTrue(went.failures[0]["billed"])
+
+    def test_a_reply_beyond_all_measure_stops_the_run(self):
+        with mock.patch.object(bh, "MAX_REPLY", 1000):
+            went = self.play(at("", b" " * 2000), 3)
+        self.assertEqual((went.code, went.calls), (3, 1))
+
+    HTTP = [            # what comes, in pieces; status, body, whether the connection can go on
+        ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", True)),
+        ([b"HTTP/1.1 200 OK\r\nContent-Le", b"ngth: 2\r\n", b"\r\na", b"b"], (200, b"ab", True)),
+        ([b"HTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\nHTTP/1.1 200 OK\r\nCONTENT-LENGTH:2\r\n\r\nab"],
+         (200, b"ab", True)),
+        ([CHUNKED + b"1;x=y\r\na\r\n01\r\nb\r\n0\r\nTrailer: x\r\n\r\n"], (200, b"ab", True)),
+        ([CHUNKED.replace(b" c", b" gzip, C") + b"2\r", b"\nab\r\n0\r\n\r", b"\n"],
+         (200, b"ab", True)),
+        ([CHUNKED + b"2\r\nab\r\n0\r\n"], (200, b"ab", True)),
+        ([b"HTTP/1.1 204 No Content\r\n\r\n"], (204, b"", True)),
+        ([b"HTTP/1.1 500 \r\nContent-Length: 0\r\n\r\n"], (500, b"", True)),
+        ([b"HTTP/1.1 200 OK\r\n\r\na", b"b"], (200, b"ab", False)),
+        ([b"HTTP/1.0 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", False)),
+        ([b"HTTP/1.1 200 OK\r\nConnection: Close\r\nContent-Length: 2\r\n\r\nab"],
+         (200, b"ab", False)),
+        ([b"HTTP/1.1 200 OK\nContent-Length: 2\n\nab"], (200, b"ab", True)),
+        ([b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n" + gzip.compress(b"ab")],
+         (200, b"ab", False))]
+
+    def read(self, pieces, *more, **limits):
+        return bh.read_response(iter([*pieces, b""]).__next__, *more, **limits)
+
+    def test_http_is_read_however_it_comes(self):
+        for pieces, expected in self.HTTP:
+            bytewise = [bytes([byte]) for byte in b"".join(pieces)]
+            for stream in (pieces, bytewise):
+                response = self.read(stream)
+                self.assertEqual((response.status, response.body, response.kept_alive), expected,
+                                 pieces)
+        response = self.read([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nabHTTP/1.1"])
+        self.assertEqual((response.body, response.kept_alive), (b"ab", False))
+
+    def test_what_is_no_whole_response_is_never_one(self):
+        sized = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n"
+        for response, last in ((sized + b"ab", 1),
+                               (self.CHUNKED + b"2\r\nab\r\n0\r\n\r\n", 3)):    # whole once "0" is there
+            for cut in range(len(response) - last):
+                with self.assertRaises(EOFError):
+                    self.read([response[:cut]] if cut else [])
+        for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n",
+                     b"\x15\x03\x01\r\n\r\n", sized.replace(b"2\r", b"-1\r") + b"ab",
+                     sized.replace(b"2\r", b"x\r") + b"ab", self.CHUNKED + b"-2\r\nab",
+                     self.CHUNKED + b"zz\r\nab", self.CHUNKED + b"\r\nab"):
+            with self.assertRaises(ValueError):
+                self.read([junk])
+
+    def test_what_has_no_end_is_given_up_soon_and_searched_once(self):
+        for head in (b"HTTP/1.1 200 OK\r\n", self.CHUNKED + b"1;"):
+            with self.assertRaises(OverflowError):
+                bh.read_response(iter([head] + [b"X-Y: zzz " * 100] * 80).__next__)
+        with self.assertRaises(OverflowError):
+            bh.read_response(lambda: b"HTTP/1.1 200 OK\r\n", 100)
+        places, mark = [], re.compile(b"END.")
+
+        def search(data, *place):
+            places.append(place)
+            return mark.search(data, *place)
+        inbox = bh.Inbox(iter([b"a" * 50] * 9 + [b"EN", b"D."]).__next__, 1000)
+        before = inbox.upto(types.SimpleNamespace(search=search))
+        self.assertEqual((before, inbox.data), (b"a" * 450, b""))
+        self.assertEqual(places[2:5], [(47,), (97,), (147,)])
+
+    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
+        head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n"
+        stream = [head + gzip.compress(b"x" * 600) * 9]
+        self.assertEqual(self.read(stream, 5400).body, b"x" * 5400)
+        with self.assertRaises(OverflowError):
+            self.read(stream, 5399)
+        with self.assertRaises(TimeoutError):
+            self.read(stream, due=time.monotonic() - 1)
+        no_zlib = mock.patch.object(bh, "zlib", None)
+        with no_zlib, self.assertRaisesRegex(OverflowError, "no module zlib"):
+            self.read(stream)
+
+    # ---- keys, certificates and proxies ----
+
+    def test_a_key_is_shown_nowhere_however_it_is_spelled(self):
+        key = "sk-ab/CD+ef=0123456789"
+        low = key.replace("/", "%2f").replace("+", "%2b").replace("=", "%3d")
+        code = "".join("\\u%04x" % ord(char) for char in key)
+        spelled = [key, low, key.replace("/", "%2F"), key.replace("+", "%2B").replace("=", "%3D"),
+                   key.replace("/", "\\/"), code]
+        for echo in spelled:
+            quoted = b'"%s"' % echo.encode()
+            inner = b'{"choices": [], "echo": %s}' % quoted
+            for action in (
+                    (500, error_body(message="key X").replace(b"X", quoted[1:-1]),
+                     {"x-request-id": echo}),
+                    (500, echo.encode(), {"x-request-id": echo}), (200, inner),
+                    choice("END").replace(b'"END"', quoted), error(200, echo, code=401),
+                    error(401, "x" * 470 + " " + echo),     # cut in the middle of the key
+                    error(400, echo * 400, code="content_filter"),
+                    (500, (echo + " ").encode() * 400), error(404, echo[:-1] * 90 + echo * 9),
+                    raw(b"Authorization: Bearer %s\n" % echo.encode() * 40 + b"\r\n\r\n")):
+                def script(prompt, number):
+                    if number > 1:
+                        return action
+                    good = completion(reply_to_prompt(prompt, "ANSWER"))
+                    return good.replace(b"ANSWER", json.dumps(echo)[1:-1].encode())
+                went = self.play(script, 4, "--max-calls", "3", key=key,
+                                 tail="?key=FAKEQUERY-1&v=2026")
+                self.assertIn(went.code, (1, 3))
+                self.assertEqual(went.requests[0][0], "/v1/chat/completions?key=FAKEQUERY-1&v=2026")
+                self.assertEqual(list(went.rows[0]["answers"].values()), ["***"])
+                said = went.said.replace("\\/", "/")
+                for word in (*spelled, key[8:], code[-20:].strip("\\"), "FAKEQUERY"):
+                    self.assertNotIn(word, said)
+
+    def test_a_word_that_serves_as_a_key_is_no_secret_in_the_model_string(self):
+        went = self.play(lambda prompt, number: completion(
+            reply_to_prompt(prompt, "none at all"), model="none-7b") if number == 1 else
+            error(404, "key? no"), 2, key="none", tail="?key=" + "FAKE")
+        [row] = went.rows
+        self.assertEqual((row["model_string"], list(row["answers"].values())),
+                         ("none-7b", ["none at all"]))
+        self.assertIn("key? no; check model", went.out)
 
     @unittest.skipUnless(shutil.which("openssl"), "makes certificates with openssl")
     def test_every_fault_of_a_certificate_has_its_own_words(self):
         def certificate(name, days, subject):
-            self.write(name + ".cnf", "subjectAltName=" + subject)
-            for words in ("req -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout %s.key -out %s.req -subj /CN=x" % (name, name),
-                          "x509 -req -in %s.req -signkey %s.key -days %d -extfile %s.cnf -out %s.pem" % (name, name, days, name, name)):
-                subprocess.run(["openssl"] + words.split(), check=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+            self.write(name + ".cnf", "subjectAltName=IP:" + subject)
+            request = "req -newkey rsa:2048 -nodes -keyout NAME.key -out NAME.req -subj /CN=x"
+            signed = ("x509 -req -in NAME.req -signkey NAME.key -days %d -extfile NAME.cnf "
+                      "-out NAME.pem" % days)
+            for words in (request, signed):
+                subprocess.run(["openssl", *words.replace("NAME", name).split()], check=True,
+                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         for name, days, subject, trusted, words in (
-                ("good", 1, "IP:127.0.0.1", "good.pem", "1 of 1 items answered"), ("other", 1, "IP:127.0.0.9", "other.pem", "write the name it was made for"),
-                ("unsigned", 1, "IP:127.0.0.1", "good.pem", "set SSL_CERT_FILE"), ("late", -1, "IP:127.0.0.1", "late.pem", "expired; check this machine's clock")):
+                ("good", 1, "127.0.0.1", "good", "1 of 1 items answered"),
+                ("other", 1, "127.0.0.9", "other", "write the name it was made for"),
+                ("unsigned", 1, "127.0.0.1", "good", "set SSL_CERT_FILE"),
+                ("late", -1, "127.0.0.1", "late", "expired; check this machine's clock")):
             certificate(name, days, subject)
             server = self.serve()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(name + ".pem", name + ".key")
             server.server.socket = context.wrap_socket(server.server.socket, server_side=True)
             server.base = server.base.replace("http", "https")
-            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": trusted}):
-                code, out, err = self.ask(server)
-            self.assertIn(words, out)
-            os.remove("runs/ledger.jsonl")
-        server.base = server.base.replace("https", "http")          # the other way round: no TLS where there should be
-        self.assertRegex(self.ask(server)[1], "failed 3 times in a row: no whole reply|failed 3 times in a row: cannot reach")
+            os.environ["SSL_CERT_FILE"] = trusted + ".pem"
+            self.assertIn(words, self.ask(server, 1, "--ledger", name)[1])
+        server.base = server.base.replace("https", "http")      # no TLS where there should be
+        self.assertRegex(self.ask(server)[1], "failed 3 times in a row: (no whole|cannot reach)")
 
-    def test_certificates_that_cannot_be_read_are_refused_at_once(self):
-        self.items_file(1)
-        os.environ["OPENAI_API_KEY"] = KEY
-        for place in ("none.pem", "items.jsonl", "."):
-            with mock.patch.dict(os.environ, {"SSL_CERT_FILE": place}):
-                self.assertIn("SSL_CERT_FILE names " + place, self.refused("--input", "items.jsonl", "--model", "openai:x"))
-
-    def test_no_connection_is_left_open_at_the_end(self):
-        server = self.serve()
-        self.items_file(8)
-        run = subprocess.run([sys.executable, "-X", "dev", PROGRAM, "--input", "items.jsonl", "--model", "m", "--base-url", server.base, "--workers", "4"],
-                             capture_output=True)
-        self.assertEqual((run.returncode, b"Warning" in run.stderr), (0, False), run.stderr)
-
-    def test_loopback_never_goes_through_a_proxy(self):
-        server = self.serve()
-        with mock.patch.dict(os.environ, {"http_proxy": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"}):
-            self.assertEqual(self.ask(server)[0], 0)
-
-    def test_other_hosts_go_through_the_proxy(self):
+    def test_other_hosts_go_through_the_proxy_and_loopback_never(self):
         proxy = self.serve()
-        with mock.patch.dict(os.environ, {"http_proxy": proxy.base.rpartition("/")[0], "no_proxy": "example.org"}):
-            self.items_file(1)
-            code, out, err = self.main("--input", "items.jsonl", "--model", "openai:x", "--base-url", "http://example.test/v1")
-        self.assertEqual((code, proxy.requests[0][0]), (0, "http://example.test/v1/chat/completions"), out + err)
+        os.environ["no_proxy"] = "example.org"
+        url = "http://example.test/v1"
+        for login, header in (("", None), ("me:p%40ss@", "Basic bWU6cEBzcw==")):
+            os.environ["http_proxy"] = proxy.base[:-3].replace("//", "//" + login)
+            self.assertEqual(self.fresh("openai:x", 1, "--base-url", url)[0], 0)
+            path, headers, _ = proxy.requests[-1]
+            self.assertEqual((path, headers.get("Proxy-Authorization")),
+                             (url + "/chat/completions", header))
+        os.environ["http_proxy"] = "http://127.0.0.1:9"
+        self.assertEqual(self.play(None).code, 0)
 
-    def test_a_proxy_is_logged_in_to_or_refused(self):
-        proxy = self.serve()
-        address = proxy.base.rpartition("/")[0].replace("http://", "http://me:p%40ss@")
-        words = ("--input", self.items_file(1), "--model", "openai:x", "--base-url", "http://example.test/v1")
-        with mock.patch.dict(os.environ, {"http_proxy": address}):
-            self.assertEqual(self.main(*words)[0], 0)
-        self.assertEqual(proxy.requests[0][1]["Proxy-Authorization"], "Basic bWU6cEBzcw==")
-        for broken, said in (("http://127.0.0.1:bad", "http://HOST:PORT"), ("http://[bad", "http://HOST:PORT"),
-                             ("https://127.0.0.1:9", "speaks https"), ("socks5h://127.0.0.1:9", "speaks socks5h")):
-            with mock.patch.dict(os.environ, {"http_proxy": broken}):
-                code, out, err = self.main(*words, "--ledger", "new/x.jsonl")
-                self.assertEqual((code, said in err, "https://HOST" in err), (2, True, False), err)
+    def test_a_proxy_that_refuses_or_drips_ends_the_run_in_one_line(self):
+        proxy = self.serve(at("", (407, b"<html>login", {"Proxy-Authenticate": "Basic"})))
+        for scheme, tunnel, words in (
+                ("http", None, "HTTP 407"), ("https", 501, "Tunnel connection failed: 501"),
+                ("https", 403, "the proxy 127.0.0.1 refuses"),
+                ("https", raw(b"", b"HTTP/1.1 200 OK\r\n" * 99, 0.2), "cannot reach")):
+            proxy.tunnel = tunnel
+            os.environ[scheme + "_proxy"] = proxy.base[:-3].replace("//", "//me:FAKEPASS@")
+            started = time.monotonic()
+            code, out, err = self.fresh("openai:x", 1, "--base-url", scheme + "://example.test/v1",
+                                        "--timeout", "1s")
+            self.assertLess(time.monotonic() - started, 12)
+            self.assertEqual((code, out.count(words), "proxy" in out), (3, 1, True), out + err)
+            self.assertNotIn("FAKEPASS", out + err + self.bytes().decode())
 
-    def test_a_proxy_that_refuses_ends_the_run_in_one_line(self):
-        proxy = self.serve(lambda prompt, n: (407, b"<html>login", {"Proxy-Authenticate": "Basic"}))
-        address = proxy.base.rpartition("/")[0]
-        words = ("--input", self.items_file(2), "--model", "openai:x", "--base-url")
-        with mock.patch.dict(os.environ, {"http_proxy": address, "https_proxy": address}):
-            for url, said in (("http://example.test/v1", "HTTP 407"), ("https://example.test/v1", "Tunnel connection failed: 501")):
-                code, out, err = self.main(*words, url)
-                self.assertEqual(code, 3, out + err)
-                self.assertIn(said, out)
-                self.assertIn("proxy", out)
-                os.remove("runs/ledger.jsonl")
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            listener.listen(8)
-
-            def refuse():
-                with contextlib.suppress(OSError):
-                    while True:
-                        peer, _ = listener.accept()
-                        with peer:
-                            asked = b""
-                            while not asked.endswith(b"\r\n\r\n"):      # or else the close is a reset, and the answer is lost
-                                asked += peer.recv(9999)
-                            peer.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
-            threading.Thread(target=refuse, daemon=True).start()
-            with mock.patch.dict(os.environ, {"https_proxy": "http://me:FAKEPASS@127.0.0.1:%d" % listener.getsockname()[1]}):
-                code, out, err = self.main(*words, "https://example.test/v1")
-                self.assertEqual((code, out.count("the proxy 127.0.0.1 refuses")), (3, 1), out + err)
-                self.assertNotIn("FAKEPASS", out + err + self.bytes().decode())
-
-    def test_options_that_mean_nothing_to_a_command_are_refused(self):
-        self.items_file(1)
-        for words in (["--param", "x=1"], ["--base-url", "http://x/v1"], ["--api-key-env", "X"], ["--retry-param", "x=1"]):
-            self.refused("--input", "items.jsonl", "--model", "cmd:cat", *words)
+    # ---- models that need no network ----
 
     def test_a_command_is_a_model(self):
-        self.items_file(3)
-        script = "import re,sys,json; p=sys.stdin.read(); print(json.dumps([{'id':i,'answer':'x'} for i in re.findall('<item id=.(\\w+)',p)]))"
+        script = ("import re, sys, json; print(json.dumps([{'id': i, 'answer': 'x'} "
+                  "for i in re.findall('<item id=.(\\w+)', sys.stdin.read())]))")
         command = "%s -c %s" % (shlex.quote(sys.executable), shlex.quote(script))
-        self.assertEqual(self.main("--input", "items.jsonl", "--batch-size", "2", "--model", "cmd:" + command)[0], 0)
-        self.assertIsNone(self.rows("runs/ledger.jsonl")[0]["model_string"])
+        self.assertEqual(self.fresh("cmd:" + command, 3, "--batch-size", "2")[0], 0)
+        self.assertIsNone(self.rows(LEDGER)[0]["model_string"])
 
-    def test_a_command_that_fails_is_never_an_answer(self):
-        self.items_file(1)
+    def test_a_command_that_fails_or_does_not_end_is_never_an_answer(self):
         name = bh.item_id("text number 0")
-        command = "echo '[{\"id\": \"%s\", \"answer\": \"x\"}]'; echo log in first; exit 1" % name
-        code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command)
-        self.assertEqual((code, self.rows("runs/ledger.jsonl")), (3, []))
-        self.assertIn("the command ended with 1:", out)
-        self.assertIn("log in first", out)
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "cmd:no_such_command_at_all", "--ledger", "l.jsonl")[0], 3)
-        self.assertEqual(len(self.rows("l.jsonl", "failure")), 1)
-
-    def test_a_command_that_writes_without_end_is_ended(self):
-        self.items_file(1)
-        with mock.patch.object(bh, "MAX_REPLY", 1 << 20):
-            for command in ("head -c 9000000 /dev/zero", "head -c 9000000 /dev/zero >&2"):
-                code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command, "--timeout", "5s")
-                self.assertEqual((code, len(self.failures())), (3, 1), out + err)
-                self.assertIn("more than 1 MB", out)
-                os.remove("runs/ledger.jsonl")
+        answer = "echo '[{\"id\": \"%s\", \"answer\": \"x\"}]'; " % name
+        for command, words in (
+                (answer + "echo log in first; exit 1", "the command ended with 1:.*log in first"),
+                ("no_such_command_at_all", "the command ended with 127"),
+                ("head -c 9000000 /dev/zero", "more than 1 MB"),
+                ("head -c 9000000 /dev/zero >&2", "more than 1 MB"),
+                (answer + "sleep %s & wait" % MARK, "no reply from the command within 0.3 s"),
+                (answer + "sleep %s &" % MARK, "no reply from the command within 0.3 s")):
+            timeout = "0.3" if MARK in command else "5s"
+            with self.subTest(command=command), mock.patch.object(bh, "MAX_REPLY", 1 << 20):
+                code, out, err = self.fresh("cmd:" + command, 1, "--timeout", timeout)
+                self.assertEqual((code, self.rows(LEDGER)), (3, []), out + err)
+                self.assertRegex(out.replace("\n", " "), words)
+                self.assertEqual(len(self.failures()), 3 if "ended with 1:" in words or MARK in command else 1)
+        left = subprocess.run(["ps", "-eo", "args"], stdout=subprocess.PIPE)
+        self.assertNotIn(b"sleep " + MARK.encode(), left.stdout)
 
     def test_a_command_gets_a_long_prompt_whole_however_slowly_it_reads(self):
-        self.write("items.jsonl", json.dumps({"text": "long " * 100000}))
-        command = "sleep 0.2; echo [{\\\"id\\\": \\\"%s\\\", \\\"answer\\\": \\\"$(cat | wc -c)\\\"}]" % bh.item_id("long " * 100000)
-        code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command)
-        self.assertEqual(code, 0, out + err)
-        [answer] = self.rows("runs/ledger.jsonl")[0]["answers"].values()
-        self.assertGreater(int(answer), 500000)
+        text = "long " * 100000
+        self.write("items.jsonl", json.dumps({"text": text}))
+        command = ("sleep 0.2; echo [{\\\"id\\\": \\\"%s\\\", \\\"answer\\\": "
+                   "\\\"$(cat | wc -c)\\\"}]" % bh.item_id(text))
+        self.assertEqual(self.main("--input", "items.jsonl", "--model", "cmd:" + command)[0], 0)
+        [answer] = self.rows(LEDGER)[0]["answers"].values()
+        self.assertGreater(int(answer), len(text))
 
-    @unittest.skipUnless(os.path.isdir("/proc/self"), "looks for processes in /proc")
-    def test_a_command_that_outlives_its_time_leaves_no_process(self):
-        self.items_file(1)
-        for command in ("sleep %s & wait" % MARK, "sleep %s &" % MARK):
-            started = time.monotonic()
-            code, out, err = self.main("--input", "items.jsonl", "--model", "cmd:" + command, "--timeout", "0.3")
-            self.assertEqual(code, 3, out + err)
-            self.assertLess(time.monotonic() - started, 10)
-            time.sleep(0.1)
-            left = [pid for pid in os.listdir("/proc") if pid.isdigit() and MARK.encode() in self.cmdline(pid)]
-            self.assertEqual(left, [])
-
-    def cmdline(self, pid):
-        try:
-            with open("/proc/%s/cmdline" % pid, "rb") as file:
-                return file.read()
-        except OSError:
-            return b""
-
-    def test_what_a_function_raises_or_returns_is_made_sound(self):
-        self.items_file(1)
-        self.write("mine.py", "import json, re\nfrom batch_harness import CallFailed, Reply\ncalls = []\nclass Odd(str):\n    def strip(self, *args): return 5\n"
-                   "def ask(prompt):\n    calls.append(1)\n    name = re.findall('<item id=\"(.*?)\"', prompt)[0]\n"
-                   "    if len(calls) == 1: raise CallFailed('retry', 'x', wait='5', status='y')\n    if len(calls) == 2: raise CallFailed('odd', 'x', wait=float('nan'))\n"
-                   "    return Reply(Odd(json.dumps([{'id': name, 'answer': 'x'}])), tokens_in=10 ** 5000, tokens_out=1)\n")
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:mine.py:ask")[0], 0)
-        self.assertNotIn("tokens_in", self.rows("runs/ledger.jsonl")[0])
+    def python(self, body, count=1, *more):
+        """A run over a function whose body is this; it knows `calls` and a good `text`."""
+        self.write("mine.py", "\n".join([
+            "import json, re", "from batch_harness import CallFailed, Reply", "calls = []",
+            "def ask(prompt):", "    calls.append(1)",
+            "    names = re.findall('<item id=\"(.*?)\"', prompt)",
+            "    text = json.dumps([{'id': name, 'answer': 'x'} for name in names])",
+            *("    " + line for line in body.split("\n"))]))
+        return self.fresh("py:mine.py:ask", count, *more)
 
     def test_a_function_of_the_users_own_is_a_model(self):
-        self.items_file(4)
-        self.write("mine.py", "import json, re\nfrom batch_harness import Reply\ncalls = []\ndef ask(prompt):\n    calls.append(1)\n"
-                   "    if len(calls) == 2: raise ValueError('once')\n    if len(calls) == 3: return {'not': 'text'}\n"
-                   "    ids = re.findall('<item id=\"(.*?)\"', prompt)\n"
-                   "    return Reply(json.dumps([{'id': i, 'answer': 'x'} for i in ids]), model_string='mine-2')\n")
-        code, out, err = self.main("--input", "items.jsonl", "--model", "py:mine.py:ask")
+        code, out, err = self.python(
+            "if len(calls) == 2: raise ValueError('once')\n"
+            "if len(calls) == 3: return {'not': 'text'}\n"
+            "return Reply(text, model_string='mine-2')", 4)
         self.assertEqual(code, 0, out + err)
-        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")].count("not_json"), 1)
-        self.assertEqual(self.rows("runs/ledger.jsonl")[0]["model_string"], "mine-2")
+        rows = self.rows(LEDGER)
+        self.assertEqual([row["verdict"] for row in rows], ["ok", "not_json", "ok", "ok", "ok"])
+        self.assertEqual(rows[0]["model_string"], "mine-2")
         self.assertIn("ask raised ValueError: once", self.failures()[0]["detail"])
-        self.write("broken.py", "def ask(:\n")
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:broken.py:ask", "--ledger", "x.jsonl")[0], 2)
+
+    def test_what_a_function_raises_or_returns_is_made_sound(self):
+        for body in ("if len(calls) == 1: raise CallFailed('retry', 'x', wait='5', status='y')\n"
+                     "if len(calls) == 2: raise CallFailed('odd', 'x', wait=float('nan'))\n"
+                     "class Odd(str):\n    def strip(self, *args): return 5\n"
+                     "return Reply(Odd(text), tokens_in=10 ** 5000, tokens_out=1)",
+                     "return Reply(text, ['stop'], 5, '\\ud800m', float('nan'), '5', {1})"):
+            self.assertEqual(self.python(body, 2)[0], 0)
+            self.assertNotIn("tokens_in", self.rows(LEDGER)[0])
+            for words in (["report"], ["export", "--input", "items.jsonl", "--output", "a.csv"]):
+                self.assertEqual(self.main(*words)[0], 0)
 
     def test_a_function_cannot_end_the_run_as_if_it_were_done(self):
-        self.items_file(3)
-        for body in ("raise SystemExit(0)", "import sys; sys.exit('bye')", "raise KeyboardInterrupt", "raise GeneratorExit", "raise MemoryError"):
-            self.write("mine.py", "def ask(prompt):\n    %s\n" % body)
-            code, out, err = self.main("--input", "items.jsonl", "--model", "py:mine.py:ask", "--workers", "2")
-            self.assertEqual((code, self.rows("runs/ledger.jsonl")), (3, []), body)
+        for body in ("raise SystemExit(0)", "import sys; sys.exit('bye')", "raise KeyboardInterrupt",
+                     "raise GeneratorExit", "raise MemoryError"):
+            code, out, err = self.python(body, 3, "--workers", "2")
+            self.assertEqual((code, self.rows(LEDGER)), (3, []), body)
             self.assertIn("ask raised", out)
-            os.remove("runs/ledger.jsonl")
 
     def test_a_file_that_holds_no_plain_function_is_refused(self):
-        self.items_file(1)
-        for body in ("import sys; sys.exit(0)", "ask = 5", "async def ask(p): return ''", "def ask(p): yield ''", "def other(p): return ''", "1 / 0"):
+        words = ("--input", self.items_file(1), "--model", "py:mine.py:ask")
+        for body in ("import sys; sys.exit(0)", "ask = 5", "async def ask(p): return ''", "1 / 0",
+                     "def ask(p): yield ''", "def other(p): return ''", "def ask(:"):
             self.write("mine.py", body + "\n")
-            self.refused("--input", "items.jsonl", "--model", "py:mine.py:ask")
-        self.write("mine.py", "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass X:\n    a: int = 1\n"
-                   "def ask(p): return None\n")
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:mine.py:ask")[0], 1)
-
-    def test_what_a_function_returns_beside_the_text_cannot_spoil_a_row(self):
-        self.items_file(2)
-        self.write("mine.py", "import json, re\nfrom batch_harness import Reply\ndef ask(prompt):\n"
-                   "    ids = re.findall('<item id=\"(.*?)\"', prompt)\n"
-                   "    return Reply(json.dumps([{'id': i, 'answer': 'x'} for i in ids]), ['stop'], 5, '\\ud800m', float('nan'), '5', {1})\n")
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:mine.py:ask")[0], 0)
-        self.assertEqual(self.main("report")[0], 0)
-        self.assertEqual(self.main("export", "--input", "items.jsonl", "--output", "a.csv")[0], 0)
+            self.refused(*words)
+        self.write("mine.py", "from __future__ import annotations\nimport dataclasses\n"
+                   "@dataclasses.dataclass\nclass X:\n    a: int = 1\ndef ask(p): return None\n")
+        self.assertEqual(self.main(*words)[0], 1)
 
     def test_the_demo_model_answers_every_task_it_takes_and_the_same_each_time(self):
-        for fields in ({"answer": {"enum": ["a", "b"]}}, {"x": {"type": "integer", "minimum": 3}, "y": {"type": "boolean"}, "z": {"type": "null"}},
-                       {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 9}, "y": {"type": "array", "items": {"enum": [1]}, "minItems": 2}},
-                       {"x": {"type": "string", "minLength": 30}, "y": {"type": "string", "maxLength": 3}, "z": {"const": None}}):
-            for form in ("list", "keyed"):
-                task, items = bh.load_task({"fields": fields, "rubric_version": 4}, form), made(3)
-                prompt = bh.build_prompt(items, task)
-                replies = [bh.Demo(task, "")(prompt, {}) for _ in range(2)]
-                self.assertEqual(bh.validate(items, replies[0], task).code, "ok", replies[0])
+        for fields in (
+                {"answer": {"enum": ["a", "b"]}},
+                {"x": {"type": "integer", "minimum": 3}, "y": {"type": "boolean"},
+                 "z": {"type": "null"}},
+                {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 9},
+                 "y": {"type": "array", "items": {"enum": [1]}, "minItems": 2}},
+                {"x": {"type": "string", "minLength": 30}, "y": {"type": "string", "maxLength": 3},
+                 "z": {"const": None}}):
+            self.write("task.json", json.dumps({"fields": fields, "rubric_version": 4}))
+            for form in ([], ["--structured"]):
+                replies = []
+                for _ in range(2):
+                    code, out, err = self.fresh("demo", 3, "--batch-size", "3",
+                                                 "--task", "task.json", *form)
+                    [row] = self.rows(LEDGER)
+                    replies.append(row["reply"])
+                    self.assertEqual((code, row["verdict"]), (0, "ok"), row)
                 self.assertEqual(*replies)
-        with self.assertRaises(bh.HarnessError):
-            bh.Demo(bh.load_task({"fields": {"x": {"pattern": "^q$"}}}), "")
+        self.write("task.json", json.dumps({"fields": {"x": {"pattern": "^q$"}}}))
+        shutil.rmtree("runs")
+        self.refused("--input", "items.jsonl", "--model", "demo", "--task", "task.json")
 
     def test_every_fault_of_the_demo_model_has_its_verdict(self):
-        items = made(4)
-        prompt = bh.build_prompt(items, LABELS)
-        expected = {"drop": "set_mismatch", "merge": "set_mismatch", "rename": "set_mismatch", "repeat": "duplicate_ids", "invent": "set_mismatch",
-                    "field": "unknown_field", "value": "bad_value", "wrap": "not_a_list", "cut": "truncated", "prose": "not_json",
-                    "empty": "empty_reply", "refuse": "refused", "fence": "ok", "reorder": "ok", "swap": "ok"}
+        expected = {
+            "drop": "set_mismatch", "merge": "set_mismatch", "rename": "set_mismatch",
+            "repeat": "duplicate_ids", "invent": "set_mismatch", "field": "unknown_field",
+            "value": "bad_value", "wrap": "not_a_list", "cut": "truncated", "prose": "not_json",
+            "empty": "empty_reply", "refuse": "refused", "fence": "ok", "reorder": "ok",
+            "swap": "ok"}
         self.assertEqual(set(expected), set(bh.DEMO_FAULTS))
-        for name, code in expected.items():
-            reply = bh.Demo(LABELS, name + "=1")(prompt, {})
-            self.assertEqual(bh.validate(items, reply, LABELS).code, code, name)
+        for name, verdict in expected.items():
+            self.fresh("demo:%s=1" % name, 4, "--labels", "good,bad", "--attempts", "1",
+                       "--batch-size", "4")
+            self.assertEqual(self.rows(LEDGER)[0]["verdict"], verdict, name)
 
 
 # ====================================================================================================================
