@@ -1716,11 +1716,6 @@ def completion(text, **more):
         "usage": {"prompt_tokens": 40, "completion_tokens": 9}, **more}).encode()
 
 
-def choice(finish="stop", **message):
-    """The body of a chat completion whose message has these members."""
-    return completion("", choices=[{"message": message, "finish_reason": finish}])
-
-
 def message(text, **more):
     """The body of a reply of Anthropic's Messages API."""
     return json.dumps({
@@ -1759,13 +1754,33 @@ def reset(handler):
     handler.close_connection = True
 
 
-def at(when, action, good=completion):
-    """A script: `action` at calls of these numbers or for prompts that match, else good answers."""
+def slow(pause, action):
+    """Another action after some seconds."""
+    def act(handler):
+        time.sleep(pause)
+        handler.act(action)
+    return act
+
+
+GOOD, MESSAGE = completion("GOOD"), message("GOOD")     # the endpoint puts a good text for "GOOD"
+
+
+def at(when, action, good=GOOD):
+    """A script: `action` at calls of these numbers or for prompts that match, else a good reply."""
     def script(prompt, number):
-        if re.search(when, prompt) if isinstance(when, str) else number in when:
-            return action
-        return good(reply_to_prompt(prompt))
+        hit = re.search(when, prompt) if isinstance(when, str) else number in when
+        return action if hit else good
     return script
+
+
+def table(text):
+    """The rows of a table whose columns stand between bars."""
+    return [[cell.strip() for cell in line.split("|")] for line in text.strip().split("\n")]
+
+
+def says(text):
+    """(provider, action, what must come of it) of a table of provider, status, body and that."""
+    return [(name, (int(status), body.encode()), words) for name, status, body, words in table(text)]
 
 
 class Endpoint:
@@ -1788,7 +1803,7 @@ class Endpoint:
             def setup(self):
                 super().setup()
                 endpoint.connections += 1
-                self.calls = 0          # on this connection
+                self.calls, self.prompt = 0, ""         # on this connection; of the last of them
 
             def do_POST(self):
                 if endpoint.early:
@@ -1826,6 +1841,7 @@ class Endpoint:
                     self.close_connection = True
 
             def answer(self, status, body=b"", headers=()):
+                body = body.replace(b'"GOOD"', json.dumps(reply_to_prompt(self.prompt)).encode())
                 self.send_response(status)
                 usual = {"Content-Length": str(len(body)), "x-request-id": "req-1"}
                 for name, value in {**usual, **dict(headers)}.items():
@@ -1851,15 +1867,12 @@ def reply_to_prompt(prompt, value="good"):
 
 
 class EndpointCase(Case):
-    def keys(self, key=KEY):
-        """Put a key into the variable of every provider."""
-        variables = [row.key for row in bh.PROVIDERS.values() if row.key]
-        os.environ.update(dict.fromkeys(variables, key))
-
-    def serve(self, script=None):
+    def serve(self, script=None, key=KEY):
+        """A server; the key is in the variable of every provider."""
         endpoint = Endpoint(script)
         self.addCleanup(endpoint.close)
-        self.keys()
+        for row in bh.PROVIDERS.values():
+            os.environ[row.key or "NO_KEY"] = key
         return endpoint
 
     def ask(self, endpoint, count=1, *more, model="openai:asked-1"):
@@ -1869,23 +1882,32 @@ class EndpointCase(Case):
         words = ("--input", "items.jsonl", "--model", model, "--base-url", endpoint.base)
         code, out, err = self.main(*words, "--workers", "1", *more)
         written = self.bytes().decode() if os.path.exists(LEDGER) else ""
-        for text in (out, err, written):
-            self.assertNotIn(KEY, text)
+        self.assertNotIn(KEY, out + err + written)
         return code, out, err
 
-    def play(self, script, count=1, *more, model="openai:asked-1", key=KEY, tail=""):
+    def play(self, script, count=1, options="", key=KEY, tail=""):
         """What came of a run with a new ledger; `tail` ends the base URL."""
         shutil.rmtree("runs", ignore_errors=True)
-        server = self.serve(script)
-        self.keys(key)
+        server = self.serve(script, key)
         server.base += tail
-        code, out, err = self.ask(server, count, *more, model=model)
+        code, out, err = self.ask(server, count, *options.split())
         server.close()
         rows = self.rows(LEDGER)
         return types.SimpleNamespace(
             code=code, out=out, err=err, said=out + err + self.bytes().decode(), rows=rows,
             verdicts=[row["verdict"] for row in rows], failures=self.failures(),
-            server=server, requests=server.requests, calls=len(server.requests))
+            server=server, requests=server.requests, times=server.times)
+
+    def scene(self, script, count, options, ends, *words):
+        """A run that must come to (exit code, calls, items answered, items quarantined)."""
+        went = self.play(script, count, options)
+        code, calls, answered, refused = ends
+        self.assertEqual((went.code, len(went.requests)), (code, calls), went.said)
+        summary = "%d of %d items answered, %d quarantined, %d pending" % (
+            answered, count, refused, count - answered - refused)
+        for part in (summary, *words):
+            self.assertRegex(went.out, part)
+        return went
 
     def fresh(self, model, count=1, *more):
         """A run of `count` items with a new ledger over a model that needs no server."""
@@ -1899,72 +1921,51 @@ class EndpointCase(Case):
 class Models(EndpointCase):
     # ---- how an endpoint is asked ----
 
-    REPLIES = {         # text -> the body of a reply as it comes from each provider
-        "openai": lambda text: completion(text, service_tier="default", system_fingerprint="fp"),
-        "anthropic": lambda text: message("", content=[
-            {"type": "thinking", "thinking": "hm [1]", "signature": "c2ln"},
-            {"type": "text", "text": text}]),
-        "ollama": lambda text: choice(role="assistant", content=text, reasoning="[1]"),
-        "openrouter": lambda text: completion(text, provider="Demo", id="gen-1"),
-        "gemini": completion,
-        "deepseek": lambda text: b"\n\n\n" + choice(content=text, reasoning_content="[1]"),
-        "dashscope": completion,
-        "mistral": lambda text: choice(content=[
-            {"type": "thinking", "thinking": [{"type": "text", "text": "[1]"}]},
-            {"type": "text", "text": text}]),
-        "groq": completion,
-        "azure": lambda text: completion(text, prompt_filter_results=[])}
-
-    def test_every_provider_is_asked_and_understood_by_its_row(self):
-        self.assertEqual(set(self.REPLIES), set(bh.PROVIDERS))
-        more = ["--batch-size", "3", "--max-tokens", "99", "--param", 'stop=["x"]']
-        for name, reply in self.REPLIES.items():
+    def test_every_provider_is_asked_by_its_row(self):
+        options = '--batch-size 3 --max-tokens 99 --param stop=["x"] --model %s:some/model:7b'
+        for name, row in bh.PROVIDERS.items():
             with self.subTest(provider=name):
-                row = bh.PROVIDERS[name]
-                went = self.play(at((), None, reply), 3, *more, model=name + ":some/model:7b")
-                self.assertEqual((went.code, went.verdicts), (0, ["ok"]), went.said)
-                self.assertIn("texts go to " + went.server.base[:-3], went.err)
-                [(path, headers, body)] = went.requests
-                [asked] = body["messages"]
-                expected = {**row.defaults, row.limit: 99, "stop": ["x"], "model": "some/model:7b",
-                            "messages": [{"role": "user", "content": asked["content"]}]}
+                path, good, more = "/v1/chat/completions", GOOD, {"stream": False}
                 seen = ("served-1", 40, 9, "stop", "req-1")
                 if name == "anthropic":
+                    path, good, more = "/v1/messages", MESSAGE, {}
                     seen = ("served-2", 45, 9, "end_turn", "req-1")
-                    self.assertEqual(path, "/v1/messages")
-                else:
-                    expected["stream"] = False          # some gateways stream unless they are told
-                    self.assertEqual(path, "/v1/chat/completions")
-                self.assertEqual(body, expected)
+                went = self.scene(at((), 0, good), 3, options % name, (0, 1, 3, 0))
+                self.assertIn("texts go to " + went.server.base[:-3], went.err)
+                [(place, headers, body)] = went.requests
+                [asked] = body["messages"]
+                self.assertEqual((place, set(asked), asked["role"]), (path, {"role", "content"}, "user"))
+                self.assertEqual(body, {
+                    **row.defaults, row.limit: 99, "stop": ["x"], "model": "some/model:7b",
+                    "messages": [asked], **more})       # some gateways stream unless told
                 header, _, value = (row.header % KEY).partition(": ")
                 self.assertEqual(headers.get(header), value if row.key else None)
                 self.assertEqual(headers["Content-Type"], "application/json")
                 names = ("model_string", "tokens_in", "tokens_out", "finish", "request_id")
                 self.assertEqual(tuple(went.rows[0][name] for name in names), seen)
 
-    def test_the_messages_api_is_asked_under_the_version_that_was_chosen(self):
-        for version, more in (("2026-10-21", {}), ("2023-06-01", {"temperature": 0})):
+    def test_the_messages_api_is_asked_under_a_version_whatever_ends_its_url(self):
+        server = self.serve(at((), 0, MESSAGE))
+        bare = server.base[:-3]
+        for ending, version, more in (
+                ("/v1", "2026-10-21", {}), ("/v1/", "2026-10-21", {}),
+                ("", "2023-06-01", {"temperature": 0}), ("/", "2023-06-01", {"temperature": 0})):
+            server.base = bare + ending
             options = ["--api-version", version, "--param", "temperature=0"] if more else []
-            went = self.play(at((), None, message), 1, *options, model="anthropic:asked-2")
-            [(_, headers, body)] = went.requests
-            self.assertEqual((headers["anthropic-version"], headers.get("Authorization")),
-                             (version, None))
+            shutil.rmtree("runs", ignore_errors=True)
+            self.assertEqual(self.ask(server, 1, *options, model="anthropic:m")[0], 0)
+            path, headers, body = server.requests[-1]
+            self.assertEqual((path, headers["anthropic-version"], headers.get("Authorization")),
+                             ("/v1/messages", version, None))
             params = {"max_tokens": 8192, **more}
-            self.assertEqual({name: body.get(name) for name in params}, params)
+            self.assertEqual(body, {**body, **params})
+            self.assertEqual("temperature" in body, bool(more))
             [run] = self.rows(LEDGER, "run")
             self.assertEqual((run["api_version"], run["params"]), (version, params))
 
-    def test_a_base_url_may_end_in_v1_or_not(self):
-        server = self.serve(at((), None, message))
-        bare = server.base[:-3]
-        for count, ending in enumerate(("/v1", "/v1/", "", "/"), 1):
-            server.base = bare + ending
-            self.assertEqual(self.ask(server, count, model="anthropic:m")[0], 0)
-        self.assertEqual([path for path, _, _ in server.requests], ["/v1/messages"] * 4)
-
     def test_every_provider_has_a_home_or_asks_for_one(self):
         self.items_file(1)
-        self.keys()
+        self.serve()
         for elsewhere in ("", "http://192.0.2.1/v1"):
             os.environ["OPENAI_BASE_URL"] = elsewhere
             for name, row in bh.PROVIDERS.items():
@@ -1983,134 +1984,151 @@ class Models(EndpointCase):
             self.assertEqual(self.fresh(model)[0], 0)
         self.assertEqual([body["model"] for _, _, body in server.requests], ["qwen2.5:7b", "x"])
 
-    REFUSED = [         # what follows --model, and a part of the words that refuse it
-        ("qwen2.5:7b", "ollama:qwen2.5:7b"), ("llama3", "names no provider"),
-        ("opnai:gpt", "names no provider"), (":x", "names no provider"),
-        ("openai", "names no model"), ("anthropic:", "names no model"),
-        ("mistral:7b", "ollama:mistral:7b"), ("deepseek:latest", "ollama:deepseek:latest"),
-        ("mistral:7b-instruct-q4_0", "ollama:mistral:7b-instruct-q4_0"),
-        ("'openai:m\r\nX-Evil: 1'", "control"), ("ollama:a\x7fb", "control"),
-        ("cmd:", "nothing to run"), ("py:none.py:f", "no such Python file"),
-        ("demo:drop=x", "NAME=RATE"), ("demo:x=1", "NAME=RATE"),
-        ("anthropic:m --param temperature=0", "2023-06-01"),
-        ("anthropic:m --retry-param top_p=0.5", "top_p"),
-        ("anthropic:m --api-version 2023-06-01 --param seed=1", "seed"),
-        ("anthropic:m --api-version 1999-01-01", "2023-06-01"),
-        ("anthropic:m --api-version new", "2026-10-21"),
-        ("openai:m --api-version 2026-10-21", "--api-version"),
-        ("ollama:m --param num_ctx=8192", "Modelfile"),
-        ("ollama:m --param max_completion_tokens=9", "max_tokens"),
-        ("mistral:m --param seed=1", "random_seed"), ("openai:m --param n=3", "set for you"),
-        ("openai:m --param seed=1 --param seed=2", "given 2 times"),
-        ("openai:m --param top_p=high", "JSON"), ("openai:m --rpm 0", "whole number"),
-        ("openai:m --max-tokens 9 --param max_tokens=8", "say the same"),
-        ("openai:m --max-tokens 9 --param max_completion_tokens=8", "say the same"),
-        ("openai:m --structured --param 'response_format={}'", "say the same"),
-        ("anthropic:m --structured --retry-param output_config={}", "say the same"),
-        ("deepseek:m --structured", "--structured"), ("dashscope:m --structured", "--structured"),
-        ("demo --base-url http://x/v1", "base-url"), ("demo --max-tokens 9", "max-tokens"),
-        ("cmd:cat --structured", "structured"), ("cmd:cat --max-tokens 9", "max-tokens"),
-        ("cmd:cat --param x=1", "--param"), ("cmd:cat --retry-param x=1", "--retry-param"),
-        ("cmd:cat --base-url http://x/v1", "--base-url"),
-        ("cmd:cat --api-key-env X", "--api-key-env"),
-        ("openai:m --base-url http://127.0.0.1:1/v1/chat/completions", "leave that off"),
-        ("m --base-url http://127.0.0.1:1/chat/completions/", "leave that off"),
-        ("azure:m --base-url http://127.0.0.1:1/chat/completions?api-version=1", "leave that off"),
-        ("anthropic:m --base-url http://127.0.0.1:1/v1/messages", "leave that off"),
-        ("openai:m --base-url http://user:FAKEPASS@127.0.0.1:1/v1", "password"),
-        *(("openai:m --base-url '%s'" % url, "not of the form") for url in (
-            "127.0.0.1:1/v1", "ftp://x/v1", "http://", "http://x:port/v1", "http://[::1/v1",
-            "http://x:0/v1", "http://a..b/v1", "http://127.0.0.1:1/v\u00e9",
-            "http://127.0.0.1:1/v 1", "http://%s.com" % ("a" * 70))),
-        ("openai:m --api-key-env NO_SUCH_KEY", "NO_SUCH_KEY"),
-        ("openai:m --api-key-env sk-FAKEWRONGPLACE", "may be a key"),
-        ("openai:m --api-key=sk-FAKEWRONGPLACE", "api-key"),
-        ("openai:m --api-key sk-FAKEWRONGPLACE", "api-key")]
+    REFUSED = table("""
+        qwen2.5:7b                                              | ollama:qwen2.5:7b
+        llama3                                                  | names no provider
+        opnai:gpt                                               | names no provider
+        :x                                                      | names no provider
+        openai                                                  | names no model
+        anthropic:                                              | names no model
+        mistral:7b                                              | ollama:mistral:7b
+        deepseek:latest                                         | ollama:deepseek:latest
+        mistral:7b-instruct-q4_0                                | ollama:mistral:7b-instruct-q4_0
+        ollama:a\x7fb                                           | control
+        'openai:m\rX-Evil: 1'                                   | control
+        cmd:                                                    | nothing to run
+        py:none.py:f                                            | no such Python file
+        demo:drop=x                                             | NAME=RATE
+        demo:x=1                                                | NAME=RATE
+        anthropic:m --param temperature=0                       | 2023-06-01
+        anthropic:m --retry-param top_p=0.5                     | top_p
+        anthropic:m --api-version 2023-06-01 --param seed=1     | seed
+        anthropic:m --api-version 1999-01-01                    | 2023-06-01
+        anthropic:m --api-version new                           | 2026-10-21
+        openai:m --api-version 2026-10-21                       | --api-version
+        ollama:m --param num_ctx=8192                           | Modelfile
+        ollama:m --param max_completion_tokens=9                | max_tokens
+        mistral:m --param seed=1                                | random_seed
+        openai:m --param n=3                                    | set for you
+        openai:m --param seed=1 --param seed=2                  | given 2 times
+        openai:m --param top_p=high                             | JSON
+        openai:m --rpm 0                                        | whole number
+        openai:m --max-tokens 9 --param max_tokens=8            | say the same
+        openai:m --max-tokens 9 --param max_completion_tokens=8 | say the same
+        openai:m --structured --param response_format={}        | say the same
+        anthropic:m --structured --retry-param output_config={} | say the same
+        deepseek:m --structured                                 | --structured
+        dashscope:m --structured                                | --structured
+        demo --base-url http://x/v1                             | base-url
+        demo --max-tokens 9                                     | max-tokens
+        cmd:cat --structured                                    | structured
+        cmd:cat --max-tokens 9                                  | max-tokens
+        cmd:cat --param x=1                                     | --param
+        cmd:cat --retry-param x=1                               | --retry-param
+        cmd:cat --base-url http://x/v1                          | --base-url
+        cmd:cat --api-key-env X                                 | --api-key-env
+        openai:m --base-url http://x/v1/chat/completions        | leave that off
+        m --base-url http://x/chat/completions/                 | leave that off
+        azure:m --base-url http://x/chat/completions?version=1  | leave that off
+        anthropic:m --base-url http://x/v1/messages             | leave that off
+        openai:m --base-url http://user:FAKEPASS@x/v1           | a user or password
+        openai:m --base-url 127.0.0.1:1/v1                      | not of the form
+        openai:m --base-url ftp://x/v1                          | not of the form
+        openai:m --base-url http://                             | not of the form
+        openai:m --base-url http://x:port/v1                    | not of the form
+        openai:m --base-url http://[::1/v1                      | not of the form
+        openai:m --base-url http://x:0/v1                       | not of the form
+        openai:m --base-url http://a..b/v1                      | not of the form
+        openai:m --base-url http://x/v\u00e9                    | not of the form
+        openai:m --base-url 'http://x/v 1'                      | not of the form
+        openai:m --base-url http://LONG.com                     | not of the form
+        openai:m --api-key-env NO_SUCH_KEY                      | NO_SUCH_KEY
+        openai:m --api-key-env sk-FAKEWRONGPLACE                | may be a key
+        openai:m --api-key=sk-FAKEWRONGPLACE                    | api-key
+        openai:m --api-key sk-FAKEWRONGPLACE                    | api-key""")
 
     def test_what_cannot_work_is_refused_before_any_call(self):
         server = self.serve()
         os.environ["ANTHROPIC_BASE_URL"] = server.base
-        self.items_file(1)
-        for line, words in self.REFUSED:
+        words = ("--input", self.items_file(1))
+        for line, said in self.REFUSED:
             with self.subTest(line=line):
-                err = self.refused("--input", "items.jsonl", "--model", *shlex.split(line))
-                self.assertIn(words, err)
+                more = shlex.split(line.replace("LONG", "a" * 70).replace("\r", "\r\n"))
+                err = self.refused(*words, "--model", *more)
+                self.assertIn(said, err)
                 self.assertNotIn("FAKE", err)
-        self.refused("--input", "items.jsonl")
+        self.refused(*words)
         self.assertEqual(server.requests, [])
 
-    def test_an_environment_that_cannot_work_is_refused_and_never_shown(self):
-        self.items_file(1)
-        words = ("--input", "items.jsonl", "--model", "openai:x", "--base-url", "http://example.test")
-        for variable, value, said in (
-                ("OPENAI_API_KEY", "two\nlines", "no header can carry"),
-                ("OPENAI_API_KEY", "caf\u00e9", "no header can carry"),
-                ("OPENAI_API_KEY", "a b", "no header can carry"),
-                ("OPENAI_API_KEY", "", "OPENAI_API_KEY"),
-                ("SSL_CERT_FILE", "none.pem", "SSL_CERT_FILE names none.pem"),
-                ("SSL_CERT_FILE", "items.jsonl", "SSL_CERT_FILE names items.jsonl"),
-                ("SSL_CERT_FILE", ".", "SSL_CERT_FILE names ."),
-                ("http_proxy", "http://127.0.0.1:bad", "http://HOST:PORT"),
-                ("http_proxy", "http://[bad", "http://HOST:PORT"),
-                ("http_proxy", "https://127.0.0.1:9", "speaks https"),
-                ("http_proxy", "socks5h://127.0.0.1:9", "speaks socks5h")):
-            self.keys()
-            url = words[-1].replace("http", "https") if variable.startswith("SSL") else words[-1]
+    SURROUNDINGS = table("""
+        OPENAI_API_KEY | two\rlines            | http  | no header can carry
+        OPENAI_API_KEY | caf\u00e9             | http  | no header can carry
+        OPENAI_API_KEY | a b                   | http  | no header can carry
+        OPENAI_API_KEY |                       | http  | set OPENAI_API_KEY
+        SSL_CERT_FILE  | none.pem              | https | SSL_CERT_FILE names none.pem
+        SSL_CERT_FILE  | items.jsonl           | https | SSL_CERT_FILE names items.jsonl
+        SSL_CERT_FILE  | .                     | https | SSL_CERT_FILE names .,
+        http_proxy     | http://127.0.0.1:bad  | http  | http://HOST:PORT
+        http_proxy     | http://[bad           | http  | http://HOST:PORT
+        http_proxy     | https://127.0.0.1:9   | http  | speaks https
+        http_proxy     | socks5h://127.0.0.1:9 | http  | speaks socks5h""")
+
+    def test_surroundings_that_cannot_work_are_refused_and_a_key_is_never_shown(self):
+        self.serve()
+        words = ("--input", self.items_file(1), "--model", "openai:x", "--base-url")
+        for variable, value, scheme, said in self.SURROUNDINGS:
+            value = value.replace("\r", "\n")
             with self.subTest(value=value), mock.patch.dict(os.environ, {variable: value}):
-                err = self.refused(*words[:-1], url)
+                err = self.refused(*words, scheme + "://example.test")
                 self.assertIn(said, err)
-                self.assertNotIn("https://HOST", err)
-                if variable == "OPENAI_API_KEY" and value:
-                    self.assertNotIn(value, err)
+                for secret in ("https://HOST", value if variable.endswith("KEY") and value else KEY):
+                    self.assertNotIn(secret, err)
 
     def test_a_retry_may_have_other_parameters_and_every_row_says_what_was_sent(self):
-        def script(prompt, number):
-            time.sleep(0.02)
-            return [b"", choice(content="["), 400, completion(reply_to_prompt(prompt))][number]
-        went = self.play(script, 2, "--max-tokens", "100",
-                         "--retry-param", "max_completion_tokens=400")
+        actions = [completion("["), slow(0.02, 400), GOOD]
+        went = self.play(lambda prompt, number: actions[number - 1], 2,
+                         "--max-tokens 100 --retry-param max_completion_tokens=400")
         limits = [body["max_completion_tokens"] for _, _, body in went.requests]
         self.assertEqual((went.code, limits), (1, [100, 400, 100]))
         self.assertEqual(went.verdicts, ["not_json", "rejected", "ok"])
         self.assertEqual(went.rows[1]["params"], {"max_completion_tokens": 400})
         self.assertGreaterEqual(went.rows[1]["ms"], 20)
 
-    def test_structured_asks_for_one_object_keyed_by_id(self):
-        words = {"type": "array", "items": {"type": "string", "maxLength": 9, "pattern": "^a"},
-                 "maxItems": 2, "uniqueItems": True}
-        fields = {"label": {"enum": ["yes", "no"]}, "sure": {"const": True}, "words": words,
-                  "score": {"type": "number", "minimum": 0, "maximum": 1},
-                  "mixed": {"enum": [1, "1", None]}}
-        sent = {"rubric_version": {"type": "integer", "enum": [3]},
-                "label": {"type": "string", "enum": ["yes", "no"]},
-                "sure": {"type": "boolean", "enum": [True]},
-                "words": {"type": "array", "items": {"type": "string"}},
-                "score": {"type": "number"},
-                "mixed": {"type": ["null", "number", "string"], "enum": [1, "1", None]}}
+    TASK = """{"rubric_version": 3, "fields": {
+        "label": {"enum": ["yes", "no"]},
+        "sure": {"const": true},
+        "words": {"type": "array", "items": {"type": "string", "maxLength": 9, "pattern": "^a"},
+                  "maxItems": 2, "uniqueItems": true},
+        "score": {"type": "number", "minimum": 0, "maximum": 1},
+        "mixed": {"enum": [1, "1", null]}}}"""
+    SENT = """{"rubric_version": {"type": "integer", "enum": [3]},
+        "label": {"type": "string", "enum": ["yes", "no"]},
+        "sure": {"type": "boolean", "enum": [true]},
+        "words": {"type": "array", "items": {"type": "string"}},
+        "score": {"type": "number"},
+        "mixed": {"type": ["null", "number", "string"], "enum": [1, "1", null]}}"""
+    FITS = '{"rubric_version": 3, "label": "yes", "sure": true, "words": ["a"], "score": %s, "mixed": null}'
 
+    def test_structured_asks_for_one_object_keyed_by_id(self):
         def closed(members):
             return {"type": "object", "properties": members, "required": list(members),
                     "additionalProperties": False}
-        good = {"rubric_version": 3, "label": "yes", "sure": True, "score": 0.5, "words": ["a"],
-                "mixed": None}
-        self.write("task.json", json.dumps({"rubric_version": 3, "fields": fields}))
-        for model, reply, place in (
-                ("openai:m", completion, ("response_format", "json_schema", "schema")),
-                ("anthropic:m", message, ("output_config", "format", "schema"))):
+        self.write("task.json", self.TASK)
+        for name, reply, place in (
+                ("openai", completion, ("response_format", "json_schema", "schema")),
+                ("anthropic", message, ("output_config", "format", "schema"))):
             def script(prompt, number):
-                values = dict(good, score=2) if number == 1 else good
+                values = json.loads(self.FITS % [2, 0.5][number - 1])
                 return reply(json.dumps({name: values for name, _ in asked_in(prompt)}))
-            went = self.play(script, 3, "--batch-size", "3", "--structured", "--task", "task.json",
-                             model=model)
-            self.assertEqual(went.code, 0, went.said)
             # The bound of `score` is left out of the schema, and still checked.
+            went = self.scene(script, 3, "--batch-size 3 --structured --task task.json --model %s:m"
+                              % name, (0, 2, 3, 0))
             self.assertEqual([(row["verdict"], row["form"], "params" in row) for row in went.rows],
                              [("bad_value", "keyed", False), ("ok", "keyed", False)])
-            body = went.requests[0][2]
+            body, batch = went.requests[0][2], went.rows[0]["batch"]
             self.assertIn("named by the item's id", body["messages"][0]["content"])
             schema = functools.reduce(dict.get, place, body)
-            batch = went.rows[0]["batch"]
-            self.assertEqual(schema, closed(dict.fromkeys(batch, closed(sent))))
+            self.assertEqual(schema, closed(dict.fromkeys(batch, closed(json.loads(self.SENT)))))
             self.assertEqual(list(schema["properties"]), batch)
 
     def test_a_structured_run_is_another_task_and_is_reported_apart(self):
@@ -2121,300 +2139,304 @@ class Models(EndpointCase):
         arms = json.loads(self.main("report", "--json")[1])["arms"]
         self.assertEqual([(arm["form"], arm["calls"]) for arm in arms], [("list", 2), ("keyed", 1)])
 
-    # ---- what a reply says ----
+    # ---- what a reply says; "GOOD" stands for a good text ----
 
-    THOUGHT = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}]}
-    VERDICTS = [        # an action, or a function that makes one of a good text; the verdict on it
-        ("openai", choice(content=None, refusal="cannot help"), "refused"),
-        ("openai", choice("content_filter", content=""), "refused"),
-        ("openai", completion("", choices=[{"finish_reason": "content_filter", "message": None}]),
-         "refused"),
-        ("openai", choice("length", content=""), "truncated"),
-        ("openai", choice("length", content='[{"id":"3f9a'), "truncated"),
-        ("openai", choice("MAX_TOKENS", content='[{"id":'), "truncated"),
-        ("openai", choice("length", content="", reasoning="hm"), "truncated"),
-        ("openai", choice(content=None), "empty_reply"),
-        ("openai", choice(None, content="", reasoning_content="[]"), "empty_reply"),
-        ("openai", choice("SAFETY", content="", reasoning="[1]"), "refused"),
-        *(("openai", choice(finish), "refused") for finish in (
-            "SAFETY", "PROHIBITED_CONTENT", "RECITATION", "BLOCKLIST", "SPII", "sensitive")),
-        ("openai", lambda text: choice(None, content=text), "ok"),
-        ("openai", lambda text: choice(content=[Models.THOUGHT, {"type": "text", "text": text}]),
-         "ok"),
-        ("openai", lambda text: completion(text).replace(b"good", b"caf\xe9"), "not_json"),
-        ("openai", lambda text: b"\xef\xbb\xbf" + completion(text), "ok"),
-        ("openai", error(400, code="json_validate_failed", failed_generation='{"results": ['),
-         "not_json"),
-        ("anthropic", message("", stop_reason="max_tokens"), "truncated"),
-        ("anthropic", message("", stop_reason="model_context_window_exceeded", content=[]),
-         "truncated"),
-        ("anthropic", message("", content=[]), "empty_reply"),
-        ("anthropic", message("", stop_reason="refusal", content=[], stop_details={
-            "type": "refusal", "category": "bio", "explanation": None}), "refused"),
-        ("anthropic", message("well", stop_reason="refusal"), "refused"),
-        ("anthropic", message("well", stop_reason="pause_turn"), "not_json"),
-        ("anthropic", message("well", usage=None), "not_json")]
+    VERDICTS = says("""
+openai | 200 | {"choices": [{"message": {"content": "GOOD"}}], "service_tier": "default"} | ok
+openai | 200 | {"choices": [{"message": {"content": "GOOD"}, "finish_reason": null}]} | ok
+openai | 200 | \ufeff{"choices": [{"message": {"content": "GOOD"}, "finish_reason": "stop"}]} | ok
+openai | 200 | {"choices": [{"message": {"content": null, "refusal": "cannot help"}}]} | refused
+openai | 200 | {"choices": [{"message": {}, "finish_reason": "content_filter"}]} | refused
+openai | 200 | {"choices": [{"message": null, "finish_reason": "content_filter"}]} | refused
+openai | 200 | {"choices": [{"message": {}, "finish_reason": "SAFETY"}]} | refused
+openai | 200 | {"choices": [{"message": {}, "finish_reason": "PROHIBITED_CONTENT"}]} | refused
+openai | 200 | {"choices": [{"message": {}, "finish_reason": "RECITATION"}]} | refused
+openai | 200 | {"choices": [{"message": {}, "finish_reason": "BLOCKLIST"}]} | refused
+openai | 200 | {"choices": [{"message": {}, "finish_reason": "SPII"}]} | refused
+openai | 200 | {"choices": [{"message": {}, "finish_reason": "sensitive"}]} | refused
+openai | 200 | {"choices": [{"message": {"reasoning": "[1]"}, "finish_reason": "SAFETY"}]} | refused
+openai | 200 | {"choices": [{"message": {"content": ""}, "finish_reason": "length"}]} | truncated
+openai | 200 | {"choices": [{"message": {"content": "[{"}, "finish_reason": "length"}]} | truncated
+openai | 200 | {"choices": [{"message": {"content": "["}, "finish_reason": "MAX_TOKENS"}]} | truncated
+openai | 200 | {"choices": [{"message": {"reasoning": "hm"}, "finish_reason": "length"}]} | truncated
+openai | 200 | {"choices": [{"message": {"content": null}, "finish_reason": "stop"}]} | empty_reply
+openai | 200 | {"choices": [{"message": {"content": "", "reasoning_content": "[]"}}]} | empty_reply
+openai | 400 | {"error": {"code": "json_validate_failed", "failed_generation": "{["}} | not_json
+ollama | 200 | {"choices": [{"message": {"content": "GOOD", "reasoning": "[1]"}}]} | ok
+openrouter | 200 | {"id": "1", "provider": "x", "choices": [{"message": {"content": "GOOD"}}]} | ok
+gemini | 200 | {"choices": [{"message": {"content": "GOOD"}}]} | ok
+deepseek | 200 | \r\r{"choices": [{"message": {"content": "GOOD", "reasoning_content": "[1]"}}]} | ok
+dashscope | 200 | {"choices": [{"message": {"content": "GOOD"}}]} | ok
+mistral | 200 | {"choices": [{"message": {"content": [{"type": "thinking", "thinking":
+ [{"type": "text", "text": "[1]"}]}, {"type": "text", "text": "GOOD"}]}}]} | ok
+groq | 200 | {"choices": [{"message": {"content": "GOOD"}}]} | ok
+azure | 200 | {"choices": [{"message": {"content": "GOOD"}}], "prompt_filter_results": []} | ok
+anthropic | 200 | {"content": [{"type": "thinking", "thinking": "hm [1]", "signature": "c2ln"},
+ {"type": "text", "text": "GOOD"}], "stop_reason": "end_turn"} | ok
+anthropic | 200 | {"content": [], "stop_reason": "end_turn"} | empty_reply
+anthropic | 200 | {"content": [{"type": "text", "text": "["}], "stop_reason": "max_tokens"} | truncated
+anthropic | 200 | {"content": [], "stop_reason": "model_context_window_exceeded"} | truncated
+anthropic | 200 | {"content": [], "stop_reason": "refusal", "stop_details":
+ {"type": "refusal", "category": "bio", "explanation": null}} | refused
+anthropic | 200 | {"content": [{"type": "text", "text": "x"}], "stop_reason": "refusal"} | refused
+anthropic | 200 | {"content": [{"type": "text", "text": "x"}], "stop_reason": "pause_turn"} | not_json
+anthropic | 200 | {"content": [{"type": "text", "text": "x"}], "usage": null} | not_json""".replace(
+        "\n ", " "))
 
     def test_what_a_reply_says_of_itself_reaches_the_verdict(self):
+        self.assertEqual({name for name, _, _ in self.VERDICTS}, set(bh.PROVIDERS))
         for name, action, verdict in self.VERDICTS:
             with self.subTest(action=action):
-                def script(prompt, number):
-                    return action(reply_to_prompt(prompt)) if callable(action) else action
-                went = self.play(script, 1, "--attempts", "1", model=name + ":m")
+                went = self.play(at("", action), 1, "--attempts 1 --model %s:m" % name)
                 self.assertEqual(went.verdicts, [verdict], went.said)
+        went = self.play(lambda prompt, number: completion(
+            reply_to_prompt(prompt, "CAFE")).replace(b"CAFE", b"caf\xe9"), 1, "--attempts 1")
+        self.assertEqual(went.verdicts, ["not_json"])       # no UTF-8
 
     def test_what_a_reply_says_beside_its_text_is_kept_where_it_is_sound(self):
-        for member, said, row in (
-                ("model", "other", "other"), ("model", None, None), ("model", 5, None),
-                ("model", "", None), ("usage", {"prompt_tokens": "40"}, None)):
-            went = self.play(at((), None, lambda text: completion(text, **{member: said})))
-            self.assertEqual(went.rows[0]["model_string"], row if member == "model" else "served-1")
-            self.assertEqual("tokens_in" in went.rows[0], member == "model")
+        for members, expected in (
+                ({"model": "other"}, ("other", True)), ({"model": None}, (None, True)),
+                ({"model": 5}, (None, True)), ({"model": ""}, (None, True)),
+                ({"usage": {"prompt_tokens": "40"}}, ("served-1", False))):
+            [row] = self.play(at("", completion("GOOD", **members))).rows
+            self.assertEqual((row["model_string"], "tokens_in" in row), expected)
 
     def test_json_that_stands_in_the_reasoning_is_shown_and_never_an_answer(self):
         for name in ("reasoning_content", "reasoning"):
-            went = self.play(lambda prompt, number: choice(
-                "length", **{"content": " \n", name: reply_to_prompt(prompt)}), 1, "--attempts", "1")
-            [row] = went.rows
-            self.assertEqual((went.code, row["verdict"], "answers" in row),
-                             (1, "empty_reply", False))
+            said = {"message": {"content": " \n", name: "GOOD"}, "finish_reason": "length"}
+            [row] = self.scene(at("", completion("", choices=[said])), 1, "--attempts 1",
+                               (1, 1, 0, 1)).rows
+            self.assertEqual((row["verdict"], "answers" in row), ("empty_reply", False))
             self.assertEqual(json.loads(row["reply"])[0]["answer"], "good")
             self.assertIn("the JSON stands in the reasoning", row["detail"])
             self.assertEqual(bh.rederived(row, bh.DEFAULT).code, "empty_reply")
 
+    SENTENCE = "The delivery came two days late and the box was open. "
+
     def test_an_endpoint_that_reads_only_a_part_of_the_prompt_is_pointed_out_once(self):
-        sentence = "The delivery came two days late and the box was open. "
-        rows = [json.dumps({"text": "%d %s" % (n, sentence * 40)}) for n in range(16)]
+        rows = [json.dumps({"text": "%d %s" % (n, self.SENTENCE * 40)}) for n in range(16)]
         self.write("long.jsonl", "\n".join(rows) + "\n")
 
         def script(prompt, number):
-            usage = {"prompt_tokens": min(2051, len(prompt) // 4), "completion_tokens": 9}
-            return completion(reply_to_prompt(prompt), usage=usage)
+            return completion("GOOD", usage={"prompt_tokens": min(2051, len(prompt) // 4)})
         for model, words in (("ollama:m", "OLLAMA_CONTEXT_LENGTH"), ("openai:m", "larger context")):
-            for size, times in (("2", 0), ("8", 1)):
-                went = self.play(script, 0, "--input", "long.jsonl", "--batch-size", size,
-                                 model=model)
+            for size, times in ((2, 0), (8, 1)):
+                went = self.play(script, 0, "--input long.jsonl --batch-size %d --model %s" % (
+                    size, model))
                 told = [went.err.count(said) for said in ("seems to read only a part", words)]
                 self.assertEqual((went.code, told), (0, [times] * 2), went.err)
 
     def test_a_prompt_that_was_read_whole_is_never_called_cut(self):
-        english = "The delivery came two days late and the box was open. " * 200
+        english = self.SENTENCE * 200
         chinese = "\u5feb\u9012\u665a\u4e86\u4e24\u5929\uff0c\u7bb1\u5b50\u4e5f\u662f\u5f00" * 300
         hindi = "\u0921\u093f\u0932\u0940\u0935\u0930\u0940 " * 600
-        for text, whole, half in (
-                (english, len(english) / 4.9, len(english) / 9), ("short", 1, None),
-                (chinese, len(chinese) / 1.8, len(chinese) / 2.8),
-                (hindi, len(hindi) / 3.6, len(hindi) / 6.6),
-                ("!" * 20000 + english, len(english) / 4.9, None),
-                (english, 0, None)):                # some count nothing for a cached prompt
-            with self.subTest(text=text[:20]):
-                self.assertFalse(bh.seems_cut(text, int(whole)))
-                self.assertFalse(bh.seems_cut(text, None))
-                if half is not None:
-                    self.assertTrue(bh.seems_cut(text, int(half)))
+        for text, letters, cut in (         # characters a token, as told; whether it was cut
+                (english, 4.9, False), (chinese, 1.8, False), (hindi, 3.6, False),
+                ("short", 5, False), (english, 9, True), (chinese, 2.8, True), (hindi, 6.6, True)):
+            self.assertEqual(bh.seems_cut(text, int(len(text) / letters)), cut, text[:20])
+        told = len(english) / 4.9
+        self.assertFalse(bh.seems_cut("!" * 20000 + english, int(told)))
+        for nothing in (None, 0):                   # some count nothing for a cached prompt
+            self.assertFalse(bh.seems_cut(english, nothing))
 
     # ---- what an error says ----
 
-    STOPS = [           # an answer with which no call can succeed, and what to do
-        ("openai", error(429, type="insufficient_quota"), "no money"),
-        ("openai", error(429, code="organization_spend_limit_exceeded"), "no money"),
-        ("openai", error(429, type="insufficient_quota", code="credit_balance_exhausted"),
-         "no money"),
-        ("openai", error(401, "Or Bearer " + KEY, code="invalid_api_key"), "check the key"),
-        ("openai", error(401, "no " * 900), "check the key"),
-        ("openai", (401, b'{"error": "Unauthorized"}'), "Unauthorized; check the key"),
-        ("openai", (400, b'{"code": "x", "error": "Incorrect API key provided: z"}'),
-         "check the key"),
-        ("openai", error(402, "Insufficient Balance"), "no money"),
-        ("openai", error(403, "region"), "may not"), ("openai", 403, "may not"),
-        ("openai", error(404, code="model_not_found"), "check model"),
-        ("openai", (404, b"<html>" + b"not found " * 400), "check model and --base-url"),
-        ("openai", (404, b'{"detail": "Not Found"}'), "HTTP 404: Not Found; check model"),
-        ("openai", (404, b'{"error": "model \'x\' not found"}'), "check model"),
-        ("openai", error(400, param="max_tokens", code="unsupported_parameter"), "--param"),
-        ("openai", error(400, code="unsupported_value", param=None), "--param"),
-        ("openai", error(400, param="stop.value"), "--param"),
-        ("openai", error(400, param="stream"), "--param"),
-        ("openai", (422, b'{"detail": [{"loc": ["body", "stop"], "msg": "no"}]}'), "--param"),
-        ("openai", error(501, type="not_supported_error", code=501), "the request"),
-        ("openai", 501, "the request"), ("openai", 418, "the request"),
-        ("openai", 505, "check --base-url"), ("openai", 405, "check --base-url"),
-        ("openai", 410, "check --base-url"),
-        ("openai", (307, b"", {"Location": "http://127.0.0.1:1/"}), "redirects"),
-        ("openai", (301, b"", {"Location": "http://127.0.0.1:1/"}), "redirects"),
-        ("gemini", (400, b'[{"error": {"details": [{"reason": "API_KEY_INVALID"}]}}]'),
-         "check the key"),
-        ("gemini", error(400, "API key not valid. Pass one.", code=400, status="INVALID_ARGUMENT"),
-         "check the key"),
-        ("ollama", error(404, "try pulling it first", type="not_found_error"), "check model"),
-        ("openrouter", error(402, "Not enough credits.", code=402), "no money"),
-        ("deepseek", error(402, type="unknown_error", code="invalid_request_error"), "no money"),
-        ("azure", error(404, "Resource not found", code="404"), "check model"),
-        ("anthropic", error(429, type="rate_limit_error",
-                            details={"error_code": "enforced_spend_limit_reached"}), "no money"),
-        ("anthropic", error(429, type="rate_limit_error",
-                            details={"error_code": "contract_spend_limit_reached"}), "no money"),
-        ("anthropic", error(400, "stop: Extra inputs are not permitted"), "--param"),
-        ("anthropic", error(401, type="authentication_error"), "check the key"),
-        ("anthropic", error(402, type="billing_error"), "no money"),
-        ("anthropic", error(403, type="permission_error"), "may not"),
-        ("anthropic", error(404, "model: nope", type="not_found_error"), "check model")]
-
-    def after(self, name, when, action, count, *more):
-        """What came of a run over a provider that does this `when`, and else answers."""
-        good = message if name == "anthropic" else completion
-        return self.play(at(when, action, good), count, "--param", 'stop=["x"]', *more,
-                         model=name + ":m")
+    PARAM = '--param stop=["x"] --model %s:m '
+    STOPS = says("""
+openai | 429 | {"error": {"message": "Quota.", "type": "insufficient_quota"}} | no money
+openai | 429 | {"error": {"code": "organization_spend_limit_exceeded"}} | no money
+openai | 429 | {"error": {"type": "x", "code": "credit_balance_exhausted"}} | no money
+openai | 401 | {"error": {"message": "Or Bearer sk-test-FAKEKEY-0123456789"}} | check the key
+openai | 400 | {"error": {"code": "invalid_api_key"}} | check the key
+openai | 401 | {"error": {"message": "LONG"}} | check the key
+openai | 401 | {"error": "Unauthorized"} | HTTP 401: Unauthorized; check the key
+openai | 400 | {"code": "x", "error": "Incorrect API key provided: z"} | check the key
+openai | 402 | {"error": {"message": "Insufficient Balance"}} | no money
+openai | 403 | {"error": {"message": "region"}} | may not
+openai | 403 | | may not
+openai | 404 | {"error": {"message": "no such model", "code": "model_not_found"}} | check model
+openai | 404 | <html>LONG | check model and --base-url
+openai | 404 | {"detail": "Not Found"} | HTTP 404: Not Found; check model
+openai | 404 | {"error": "model 'x' not found"} | check model
+openai | 400 | {"error": {"code": "unsupported_parameter", "param": "max_tokens"}} | --param
+openai | 400 | {"error": {"code": "unsupported_value", "param": null}} | --param
+openai | 400 | {"error": {"message": "Invalid", "param": "stop.value"}} | --param
+openai | 400 | {"error": {"message": "Invalid", "param": "stream"}} | --param
+openai | 422 | {"detail": [{"type": "extra", "loc": ["body", "stop"], "msg": "no"}]} | --param
+openai | 501 | {"error": {"type": "not_supported_error", "code": 501}} | the request
+openai | 501 | | the request
+openai | 418 | | the request
+openai | 505 | | check --base-url
+openai | 405 | | check --base-url
+openai | 410 | | check --base-url
+openai | 307 | | redirects
+openai | 301 | | redirects
+gemini | 400 | [{"error": {"code": 400, "details": [{"reason": "API_KEY_INVALID"}]}}] | check the key
+gemini | 400 | {"error": {"message": "API key not valid. Pass a valid one."}} | check the key
+ollama | 404 | {"error": {"message": "try pulling it", "type": "not_found_error"}} | check model
+openrouter | 402 | {"error": {"code": 402, "message": "Not enough credits."}} | no money
+deepseek | 402 | {"error": {"message": "Balance.", "code": "invalid_request_error"}} | no money
+azure | 404 | {"error": {"code": "404", "message": "Resource not found"}} | check model
+anthropic | 429 | {"error": {"details": {"error_code": "enforced_spend_limit_reached"}}} | no money
+anthropic | 429 | {"error": {"details": {"error_code": "contract_spend_limit_reached"}}} | no money
+anthropic | 400 | {"error": {"message": "stop: Extra inputs are not permitted"}} | --param
+anthropic | 401 | {"type": "error", "error": {"type": "authentication_error"}} | check the key
+anthropic | 402 | {"type": "error", "error": {"type": "billing_error"}} | no money
+anthropic | 403 | {"type": "error", "error": {"type": "permission_error"}} | may not
+anthropic | 404 | {"type": "error", "error": {"type": "not_found_error"}} | check model""".replace(
+        "LONG", "no " * 900))
 
     def test_a_bad_key_no_money_or_a_wrong_model_stops_at_once(self):
         for name, action, words in self.STOPS:
             for first in (1, 2):
                 with self.subTest(provider=name, action=action, first=first):
-                    went = self.after(name, [first], action, 3)
-                    self.assertEqual((went.code, went.calls, went.verdicts),
-                                     (3, first, ["ok"] * (first - 1)), went.said)
-                    self.assertIn("%d of 3 items answered, 0 quarantined, %d pending" % (
-                        first - 1, 4 - first), went.out)
-                    self.assertIn(words, went.out)
+                    action = (*action[:2], {"Location": "http://127.0.0.1:1/"})
+                    good = MESSAGE if name == "anthropic" else GOOD
+                    went = self.scene(at([first], action, good), 3, self.PARAM % name,
+                                      (3, first, first - 1, 0), words)
                     [detail] = [row["detail"] for row in went.failures]
                     self.assertIn(words, detail)
                     self.assertLessEqual(len(detail), 500)
 
-    REJECTS = [         # an answer to a request whose content is at fault
-        ("openai", 400), ("openai", 422), ("openai", (413, b"<html>too large")),
-        ("openai", error(400, code="content_filter", param="prompt", innererror={"code": "z"})),
-        ("openai", error(400, code="context_length_exceeded", param="messages")),
-        ("openai", error(400, code=400, type="BadRequestError", param="input_tokens")),
-        ("openai", error(400, code=400, type="exceed_context_size_error", n_ctx=8192)),
-        ("openai", error(500, code=500, type="exceed_context_size_error")),
-        ("openai", error(500, "Context size has been exceeded.", type="server_error", code=500)),
-        ("openai", error(500, "the request exceeds the available context size. try")),
-        ("openai", (422, b'{"detail": "text"}')), ("openai", (400, b'{"error": true}')),
-        ("openai", error(400, ["odd"], code=["odd"], param={"odd": 1}, details="odd")),
-        ("openrouter", error(403, code=403, metadata={"reasons": ["x"]})),
-        ("openrouter", error(200, code=403, metadata={})),      # an error inside a success
-        ("gemini", (400, b'[{"error": {"code": 400, "status": "INVALID_ARGUMENT", "details": []}}]')),
-        ("dashscope", error(400, code="data_inspection_failed", type="data_inspection_failed")),
-        ("mistral", (422, b'{"detail": [{"loc": ["body", "messages"], "msg": "Field required"}]}')),
-        ("anthropic", error(400, "prompt is too long", type="invalid_request_error")),
-        ("anthropic", (413, b"<html>"))]
+    REJECTS = says("""
+openai | 400 | |
+openai | 422 | |
+openai | 413 | <html>too large |
+openai | 400 | {"error": {"code": "content_filter", "param": "prompt", "innererror": {}}} |
+openai | 400 | {"error": {"code": "context_length_exceeded", "param": "messages"}} |
+openai | 400 | {"error": {"code": 400, "type": "BadRequestError", "param": "input_tokens"}} |
+openai | 400 | {"error": {"code": 400, "type": "exceed_context_size_error", "n_ctx": 8192}} |
+openai | 500 | {"error": {"code": 500, "type": "exceed_context_size_error"}} |
+openai | 500 | {"error": {"message": "Context size has been exceeded.", "type": "server_error"}} |
+openai | 500 | {"error": {"message": "the request exceeds the available context size. try"}} |
+openai | 422 | {"detail": "text"} |
+openai | 400 | {"error": true} |
+openai | 400 | {"error": {"message": ["x"], "code": ["x"], "param": {"x": 1}, "details": "x"}} |
+openrouter | 403 | {"error": {"code": 403, "message": "x", "metadata": {"reasons": ["x"]}}} |
+openrouter | 200 | {"error": {"code": 403, "message": "flagged", "metadata": {}}} |
+gemini | 400 | [{"error": {"code": 400, "status": "INVALID_ARGUMENT", "details": []}}] |
+dashscope | 400 | {"error": {"code": "data_inspection_failed"}} |
+mistral | 422 | {"detail": [{"type": "missing", "loc": ["body", "messages"], "msg": "x"}]} |
+anthropic | 400 | {"error": {"type": "invalid_request_error", "message": "too long"}} |
+anthropic | 413 | <html> |""")
 
     def test_a_refused_content_is_a_verdict_on_its_item(self):
-        for name, action in self.REJECTS:
+        for name, action, _ in self.REJECTS:
             with self.subTest(provider=name, action=action):
-                went = self.after(name, "number 3", action, 6, "--batch-size", "2")
-                self.assertEqual(
-                    [(row["verdict"], len(row["batch"])) for row in went.rows],
-                    [("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)], went.said)
-                self.assertEqual((went.code, went.failures), (1, []))
-                self.assertIn("5 of 6 items answered, 1 quarantined, 0 pending", went.out)
+                good = MESSAGE if name == "anthropic" else GOOD
+                went = self.scene(at("number 3", action, good), 6,
+                                  self.PARAM % name + "--batch-size 2", (1, 5, 5, 1))
+                self.assertEqual([(row["verdict"], len(row["batch"])) for row in went.rows], [
+                    ("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)])
+                self.assertEqual(went.failures, [])
 
-    PLAIN = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n"
     CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
-    LATER = [           # what brings no reply and is asked again; a part of what is noted
-        ("openai", error(500, "oops"), "HTTP 500: oops"), ("openai", 408, "HTTP 408"),
-        ("openai", (503, b"", {"Retry-After": "0.01"}), "HTTP 503"),
-        ("openai", error(503, "Loading model", type="unavailable_error"), "503: Loading model"),
-        ("openai", error(500, "Not so: Context size has been exceeded.", type="server_error"),
-         "HTTP 500: Not so"),
-        ("openai", (402, b"", {"Retry-After": "0.01"}), "HTTP 402"),    # final unless it says when
-        ("openai", (429, error_body(message="slow", code="rate_limit_exceeded"),
-                    {"Retry-After": "0"}), "HTTP 429: slow"),
-        ("openai", error(429, "too fast", type="rate_limit_error", code="slow_down"), "too fast"),
-        ("openai", (529, b"<!DOCTYPE html><title>529</title>" + b"x" * 8000), "HTTP 529"),
-        ("openai", (502, b"[]"), "HTTP 502"), ("openai", (502, b"[[]]"), "HTTP 502"),
-        ("openai", b"<html>", "with no JSON"), ("openai", b"[]", "with no JSON"),
-        ("openai", b'{"choices":[{"message":{"content":"[{', "with no JSON"),
-        ("openai", b"\n\n", "with no JSON"), ("openai", b"{}", "without a whole choice"),
-        ("openai", completion("", choices=[]), "without a whole choice"),
-        ("openai", error(200, "upstream", code=502), "HTTP 502: upstream"),
-        ("openai", completion("", choices=[{"error": {"message": "mid", "code": 503}}]),
-         "HTTP 503: mid"),
-        ("openai", (200, b"{", {"Content-Length": "999", "Connection": "close"}),
-         "the reply broke off"),
-        ("openai", raw(PLAIN + b'{"choices":[{"message":{"content":"[{\\"id'), "with no JSON"),
-        ("openai", raw(CHUNKED + b"5\r\n{\"cho\r\n"), "the reply broke off"),
-        *(("openai", choice(finish, content=""), "") for finish in sorted(bh.FAILED_FINISHES)),
-        ("groq", error(498, "Flex capacity is full.", code="capacity_exceeded"), "HTTP 498"),
-        ("anthropic", error(409, type="conflict_error"), "HTTP 409"),
-        ("anthropic", error(429, type="rate_limit_error"), "HTTP 429"),
-        ("anthropic", error(429, details={"error_code": "ramp_limit_exceeded"}), "HTTP 429"),
-        ("anthropic", error(500, type="api_error"), "HTTP 500"),
-        ("anthropic", error(504, type="timeout_error"), "HTTP 504"),
-        ("anthropic", error(529, type="overloaded_error"), "HTTP 529")]
+    LATER = says("""
+openai | 500 | {"error": {"message": "oops"}} | HTTP 500: oops
+openai | 500 | {"error": {"message": "Not so: Context size has been exceeded."}} | HTTP 500: Not so
+openai | 503 | {"error": {"message": "Loading model", "type": "unavailable_error"}} | 503: Loading
+openai | 503 | | HTTP 503
+openai | 402 | | HTTP 402
+openai | 429 | {"error": {"message": "slow", "code": "rate_limit_exceeded"}} | HTTP 429: slow
+openai | 429 | {"error": {"message": "too fast", "code": "slow_down"}} | HTTP 429: too fast
+openai | 408 | | HTTP 408
+openai | 529 | <!DOCTYPE html><title>529</title>LONG | HTTP 529
+openai | 502 | [] | HTTP 502
+openai | 502 | [[]] | HTTP 502
+openai | 200 | <html> | with no JSON
+openai | 200 | [] | with no JSON
+openai | 200 | {"choices":[{"message":{"content":"[{ | with no JSON
+openai | 200 | | with no JSON
+openai | 200 | {} | without a whole choice
+openai | 200 | {"choices": []} | without a whole choice
+openai | 200 | {"error": {"message": "upstream", "code": 502}} | HTTP 502: upstream
+openai | 200 | {"choices": [{"error": {"message": "mid", "code": 503}}]} | HTTP 503: mid
+groq | 498 | {"error": {"message": "Full.", "code": "capacity_exceeded"}} | HTTP 498: Full.
+anthropic | 409 | {"type": "error", "error": {"type": "conflict_error"}} | HTTP 409
+anthropic | 429 | {"type": "error", "error": {"type": "rate_limit_error"}} | HTTP 429
+anthropic | 429 | {"error": {"details": {"error_code": "ramp_limit_exceeded"}}} | HTTP 429
+anthropic | 500 | {"type": "error", "error": {"type": "api_error"}} | HTTP 500
+anthropic | 504 | {"type": "error", "error": {"type": "timeout_error"}} | HTTP 504
+anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTTP 529""".replace(
+        "LONG", "x" * 8000))
+    LATER += [
+        ("openai", (200, b"\n\n"), "with no JSON"), ("openai", (429, b"", [("Retry-After", "0")]), ""),
+        ("openai", (200, b"{", {"Connection": "close", "Content-Length": "9"}), "broke off"),
+        ("openai", raw(b"HTTP/1.1 200 OK\r\n\r\n{\"choices\":[{"), "with no JSON"),
+        ("openai", raw(CHUNKED + b"5\r\n{\"cho\r\n"), "broke off"),
+        *(("openai", completion("", choices=[{"message": {"content": ""}, "finish_reason": finish}]),
+           "") for finish in sorted(bh.FAILED_FINISHES))]
 
     def test_a_call_that_brought_no_reply_is_not_a_verdict_on_an_item(self):
         for name, action, words in self.LATER:
             with self.subTest(provider=name, action=action):
-                went = self.after(name, (2, 4), action, 6, "--batch-size", "2")
-                self.assertEqual((went.code, went.calls), (0, 5), went.said)
-                rows = [(row["attempt"], len(row["batch"]), row["verdict"]) for row in went.rows]
-                self.assertEqual(rows, [(1, 2, "ok")] * 3)
-                self.assertEqual(len(went.failures), 2)
+                if isinstance(action, tuple) and len(action) == 2:      # 402 is final unless it says when
+                    action = (*action, {"Retry-After": "0.01"})
+                good = MESSAGE if name == "anthropic" else GOOD
+                went = self.scene(at((2, 4), action, good), 6,
+                                  self.PARAM % name + "--batch-size 2", (0, 5, 6, 0))
+                self.assertEqual([(row["attempt"], len(row["batch"]), row["verdict"])
+                                  for row in went.rows], [(1, 2, "ok")] * 3)
                 for row in went.failures:
                     self.assertIn(words, row["detail"])
                     self.assertLessEqual(len(row["detail"]), 600)
+                self.assertEqual(len(went.failures), 2)
 
     # ---- waits ----
 
-    def test_the_wait_is_read_as_seconds_fraction_date_or_milliseconds(self):
-        for headers, wait in (
-                ({}, None), ({"retry-after": "2"}, 2), ({"retry-after": "0.25"}, 0.25),
-                ({"retry-after-ms": "1500", "retry-after": "9"}, 1.5),
-                ({"retry-after-ms": "x", "retry-after": "3"}, 3),
-                ({"retry-after": "Mon, 21 Sep 2026 14:13:24 GMT"}, 4.0),
-                ({"retry-after": "Mon, 21 Sep 2026 14:13:19 GMT"}, 0.0),
-                ({"retry-after": "-3"}, 0.0),
-                *(({"retry-after": junk}, None) for junk in (
-                    "", "soon", "nan", "Fri, 31 Dec 99999 23:59:59 GMT", "GMT Dec , 0 : 99999 -",
-                    "Mon, 1 Jan %s 00:00:00 GMT" % ("9" * 23)))):
-            self.assertEqual(bh.retry_after(headers, 1790000000.0), wait, headers)
+    WAITS = table("""
+        {}                                                  |
+        {"retry-after": "2"}                                | 2
+        {"retry-after": "0.25"}                             | 0.25
+        {"retry-after": "-3"}                               | 0
+        {"retry-after": "Mon, 21 Sep 2026 14:13:24 GMT"}    | 4
+        {"retry-after": "Mon, 21 Sep 2026 14:13:19 GMT"}    | 0
+        {"retry-after-ms": "1500", "retry-after": "9"}      | 1.5
+        {"retry-after-ms": "x", "retry-after": "3"}         | 3
+        {"retry-after": ""}                                 |
+        {"retry-after": "soon"}                             |
+        {"retry-after": "nan"}                              |
+        {"retry-after": "Fri, 31 Dec 99999 23:59:59 GMT"}   |
+        {"retry-after": "GMT Dec , 0 : 99999 -"}            |
+        {"retry-after": "Mon, 1 Jan 99999999999999999999999 00:00:00 GMT"} |
+        {"details": [{"@type": "y"}, {"retryDelay": "8.5s"}]}   | 8.5
+        {"details": [{"@type": "y"}, {"retryDelay": ["8s"]}]}   |
+        {"metadata": {"headers": {"X-RateLimit-Reset": 1790000006000}}}   | 6
+        {"metadata": {"headers": {"X-RateLimit-Reset": "1790000006000"}}} | 6
+        {"metadata": {"headers": {"X-RateLimit-Reset": "1780000006000"}}} | 0
+        {"metadata": {"headers": {"X-RateLimit-Reset": "soon"}}} |
+        {"metadata": {"headers": {"X-RateLimit-Reset": null}}}   |""")
 
-    def test_a_wait_may_stand_in_the_body(self):
-        def google(delay):
-            return {"details": [{"@type": "y"}, {"retryDelay": delay}]}
-
-        def openrouter(moment):
-            return {"metadata": {"headers": {"X-RateLimit-Reset": moment}}}
-        for members, wait in (
-                (google("8.5s"), 8.5), (google(["8s"]), None), (openrouter(1790000006000), 6.0),
-                (openrouter("1790000006000"), 6.0), (openrouter("1780000006000"), 0.0),
-                (openrouter("soon"), None), (openrouter(None), None)):
-            for document in ({"error": members}, [{"error": members}]):
-                waits = bh.error_in(document, "").waits
-                self.assertEqual(bh.retry_after(waits, 1790000000.0), wait, members)
-        went = self.play(at([1], error(429, **google("0.4s"))), model="gemini:m")
-        self.assertEqual(went.code, 0, went.said)
-        self.assertGreaterEqual(went.server.times[1] - went.server.times[0], 0.4)
-        reset = openrouter("%d" % (1000 * time.time() + 54e6))
-        went = self.play(at("", error(429, **reset)), model="openrouter:m")
-        self.assertEqual((went.code, went.calls), (3, 1), went.said)
-        self.assertRegex(went.out, "asks to wait 5[34]")
+    def test_the_wait_is_read_from_headers_and_bodies_in_every_form(self):
+        for text, wait in self.WAITS:
+            told = json.loads(text)
+            waits = {**bh.error_in([{"error": told}], "").waits, **told}
+            found = bh.retry_after(told if "retry-after" in told else waits, 1790000000.0)
+            self.assertEqual(found, float(wait) if wait else None, text)
+        delay = error(429, details=[{"retryDelay": "0.4s"}])
+        times = self.scene(at([1], delay), 1, "--model gemini:m", (0, 2, 1, 0)).times
+        self.assertGreaterEqual(times[1] - times[0], 0.4)
+        soon = {"X-RateLimit-Reset": "%d" % (1000 * time.time() + 54e6)}
+        self.scene(at("", error(429, metadata={"headers": soon})), 1, "--model openrouter:m",
+                   (3, 1, 0, 0), "asks to wait 5[34]")
 
     def test_a_wait_beyond_all_patience_ends_the_run(self):
-        for wait, option, value, words in (
-                ("86400", "--workers", "1", "asks to wait 86400 s"),
-                ("60", "--deadline", "30s", "asks to wait 6"),
-                ("60", "--max-calls", "1", "--max-calls 1 is reached"),
-                ("99999999999999999999", "--deadline", "1h", "asks to wait"),
-                ("100000000000000000", "--deadline", "1h", "asks to wait"),
-                ("3600.5", "--deadline", "1h", "asks to wait")):
-            went = self.play(at("", (429, b"", {"Retry-After": wait})), 2, option, value)
-            self.assertEqual(went.code, 3)
-            self.assertIn(words, went.out)
+        for wait, options, words in (
+                ("86400", "", "asks to wait 86400 s"), ("60", "--deadline 30s", "asks to wait 6"),
+                ("60", "--max-calls 1", "--max-calls 1 is reached"),
+                ("99999999999999999999", "--deadline 1h", "asks to wait"),
+                ("100000000000000000", "--deadline 1h", "asks to wait"),
+                ("3600.5", "--deadline 1h", "asks to wait")):
+            self.scene(at("", (429, b"", {"Retry-After": wait})), 2, options, (3, 1, 0, 0), words)
 
     def test_waits_are_reported_as_what_they_were(self):
-        for count, waits, busy, words in ((8, 4, [5], "429 4, 503 1"), (6, 6, [], "429 6")):
-            def script(prompt, number):
-                if number in busy:
-                    return 503
-                if number > waits:
-                    return completion(reply_to_prompt(prompt))
-                time.sleep(0.1)
-                return 429, b"", {"Retry-After": "0.3"}
-            went = self.play(script, count, "--workers", str(waits))
-            self.assertEqual(went.code, 0, went.said)
-            self.assertIn("%d calls without a reply" % (waits + len(busy)), went.out)
+        wait = slow(0.1, (429, b"", {"Retry-After": "0.3"}))
+        for count, last, words in ((8, [503], "429 4, 503 1"), (6, [wait, wait], "429 6")):
+            actions = [wait] * 4 + last + [GOOD] * 8
+            calls = count + 4 + len(last)
+            self.scene(lambda prompt, number: actions[number - 1], count, "--workers %d" % (
+                calls - count - last.count(503)), (0, calls, count, 0),
+                "%d calls without a reply" % (calls - count))
             self.assertIn("calls without a reply: " + words, self.main("report")[1])
 
     def test_the_servers_wait_is_kept_by_all_and_never_cut_short(self):
@@ -2422,12 +2444,12 @@ class Models(EndpointCase):
 
         def script(prompt, number):
             if opens and time.monotonic() >= opens[0]:
-                return completion(reply_to_prompt(prompt))
+                return GOOD
             opens.append(time.monotonic() + 1.0)
             return 429, b"", {"Retry-After": "1"}
-        went = self.play(script, 12, "--workers", "4", "--batch-size", "2")
+        went = self.play(script, 12, "--workers 4 --batch-size 2")
         self.assertEqual(went.code, 0, went.said)
-        after = [moment - went.server.times[0] for moment in went.server.times]
+        after = [moment - went.times[0] for moment in went.times]
         self.assertLessEqual(sum(moment < 0.9 for moment in after), 4)
         self.assertGreaterEqual(min(moment for moment in after if moment >= 0.9), 1.0)
         self.assertLessEqual(len(went.failures), 2)             # the waits of one episode are one row
@@ -2435,178 +2457,126 @@ class Models(EndpointCase):
 
     # ---- when a run ends early ----
 
-    def test_an_endpoint_that_always_answers_401_gets_at_most_workers_calls(self):
-        def script(prompt, number):
-            time.sleep(0.05)
-            return 401
-        went = self.play(script, 50, "--workers", "4")
-        self.assertEqual((went.code, went.rows), (3, []))
-        self.assertLessEqual(went.calls, 4)
+    EXPIRED = error(400, "Your balance is too low.", type="invalid_request_error")
+    CONTEXT = error(500, "Context size has been exceeded.")
+    BLOCKED = completion("", choices=[{"message": {}, "finish_reason": "content_filter"}])
+    TWENTY = "stopped early: 20 calls brought no acceptable reply, as for item [0-9a-f]{12}: "
+    WRONG = ("bad_value .*the reply begins: .*Positive.*most often: .answer. breaks enum: "
+             ".Positive. 20; change the labels")
+    SCENES = [          # script; items; options; exit, calls, answered, quarantined; words
+        (at("number 0", 400), 4, "", (1, 4, 3, 1)),         # before any call has succeeded
+        (at("number 2", CONTEXT), 6, "--batch-size 3", (1, 5, 5, 1)),
+        (at("number (4|9|14)<", 413), 15, "--batch-size 5", (1, 18, 12, 3)),
+        (at("number (4|9|14)<", 400), 15, "--batch-size 5", (1, 18, 12, 3)),
+        (at("number (4|9|14)<", 413), 15, "--batch-size 5 --workers 4", (1, 18, 12, 3)),
+        (at("number (4|9|14)<", 400), 15, "--batch-size 5 --workers 4", (1, 18, 12, 3)),
+        (at("", completion("")), 30, "", (3, 20, 0, 0),
+         TWENTY + "empty_reply .*; the endpoint or the model may be down"),
+        (at("", error(400, "no")), 30, "", (3, 20, 0, 0),
+         TWENTY + "rejected .HTTP 400: no.; .*check the account"),
+        (lambda prompt, number: completion(reply_to_prompt(prompt, "Positive")), 30,
+         "--labels good,bad", (3, 20, 0, 0), TWENTY + WRONG),
+        (at("", completion("")), 20, "--keep-going", (1, 40, 0, 20)),
+        (at("", 400), 20, "--keep-going", (1, 20, 0, 20)),
+        (at("", completion("no")), 9, "", (1, 18, 0, 9)), (at("", 400), 9, "", (1, 9, 0, 9)),
+        (at(range(4, 99), EXPIRED), 80, "", (3, 53, 3, 0),
+         "50 calls in a row brought no acceptable reply.*Your balance is too low"),
+        (at(range(61), error(400, code="content_filter")), 65, "", (1, 65, 5, 60)),
+        (at(range(61), BLOCKED), 65, "", (1, 65, 5, 60)),
+        (at(range(2, 99), 503), 5, "", (3, 11, 1, 0), "failed 10 times in a row: HTTP 503"),
+        (at("number 4<", 500), 6, "--batch-size 3", (3, 23, 5, 0),      # when nothing else is left
+         "1 items got no reply after 10 tries, such as " + bh.item_id("text number 4"))]
 
-    def test_refused_texts_are_quarantined_and_block_no_others(self):
-        context = error(500, "Context size has been exceeded.")
-        for action, refused, count, size, workers, calls in (
-                (400, "[0]", 4, 1, 1, 4),               # before any call has succeeded
-                (context, "[2]", 6, 3, 1, 5),
-                *((status, "[0-9]*[49]", 15, 5, workers, None)
-                  for status in (400, 413) for workers in (1, 4))):
-            with self.subTest(action=action, refused=refused, workers=workers):
-                went = self.play(at("number %s<" % refused, action), count, "--batch-size", size,
-                                 "--workers", workers)
-                self.assertEqual((went.code, went.failures), (1, []), went.said)
-                self.assertIn(went.calls, (calls or went.calls,))
-                names = [name for name in map(str, range(count)) if re.fullmatch(refused, name)]
-                self.assertIn("%d of %d items answered, %d quarantined, 0 pending" % (
-                    count - len(names), count, len(names)), went.out)
+    def test_a_run_ends_as_its_replies_say_and_can_be_taken_up(self):
+        for script, count, options, ends, *words in self.SCENES:
+            with self.subTest(ends=ends, words=words), mock.patch.object(bh, "MAX_BACKOFF", 0.01):
+                went = self.scene(script, count, options, ends, *words)
+                self.assertEqual(self.main("audit")[0], 0)
+                [arm] = json.loads(self.main("report", "--json")[1])["arms"]
+                self.assertEqual(arm["quarantined"], ends[3])
+                self.assertLessEqual('"quarantined"' in went.said, ends[3] > 0)
+                out = self.ask(self.serve(), count, *options.split())[1]
+                self.assertIn("%d of %d items answered" % (count - ends[3], count)
+                              if went.code == 3 else "nothing to do", out)
+
+    def test_a_text_that_gets_no_reply_is_left_while_others_go_on(self):
+        name = bh.item_id("text number 4")
+        with mock.patch.multiple(bh, MAX_FAILURES=3, MAX_BACKOFF=0.01):
+            for options, calls in (("--workers 2", 11), ("--batch-size 3", 9)):
+                self.scene(at("number 4<", error(500, "Boom.")), 9, options, (3, calls, 8, 0),
+                           "1 items got no reply after 3 tries, such as %s .HTTP 500: Boom" % name)
+        with mock.patch.object(bh, "MAX_FAILURES", 5):      # those of one call are not another's
+            actions = [GOOD] + [503] * 3 + [completion("no")] + [503] * 4 + [GOOD]
+            self.scene(lambda prompt, number: actions[number - 1], 2, "", (0, 10, 2, 0))
+
+    def test_an_endpoint_that_always_answers_401_gets_at_most_workers_calls(self):
+        went = self.play(at("", slow(0.05, 401)), 50, "--workers 4")
+        self.assertEqual((went.code, went.rows), (3, []))
+        self.assertLessEqual(len(went.requests), 4)
 
     def test_refused_texts_end_the_same_however_the_run_was_cut(self):
         script = at("number (17|18|19)<", 400)
         whole = self.play(script, 20).out
-        self.play(script, 20, "--limit", "17")
+        self.play(script, 20, "--limit 17")
         for out in (whole, self.ask(self.serve(script), 20)[1]):
             self.assertIn("17 of 20 items answered, 3 quarantined, 0 pending", out)
 
     def test_fast_refusals_wait_for_slow_successes(self):
-        slow = threading.Event()
+        began = threading.Event()
 
         def script(prompt, number):
             if re.search("number [012]<", prompt):
-                slow.wait(10)                               # refused while the fourth call is in flight
+                began.wait(10)                              # refused while the fourth call is in flight
                 return 400
-            slow.set()
-            time.sleep(0.3)
-            return completion(reply_to_prompt(prompt))
-        self.assertIn("7 of 10 items answered, 3 quarantined, 0 pending",
-                      self.play(script, 10, "--workers", "4").out)
-
-    def test_twenty_calls_without_an_acceptable_reply_stop_the_run_with_an_example(self):
-        wrong = ("bad_value .*the reply begins: .*Positive.*"
-                 "most often: .answer. breaks enum: .Positive. 20; change the labels")
-        for script, calls, words in (
-                (lambda prompt, number: completion(reply_to_prompt(prompt, "Positive")), 40, wrong),
-                (at("", completion("")), 40, "empty_reply .*; the endpoint or the model may be down"),
-                (at("", error(400, "no")), 20, "rejected .HTTP 400: no.; .*check the account")):
-            more = ("--labels", "positive,negative")
-            went = self.play(script, 30, *more)
-            self.assertEqual((went.code, went.calls), (3, 20), went.said)
-            self.assertIn("0 of 30 items answered, 0 quarantined, 30 pending", went.out)
-            self.assertRegex(went.out, "stopped early: 20 calls brought no acceptable reply, "
-                             "as for item [0-9a-f]{12}: " + words)
-            self.assertNotIn('"quarantined"', self.bytes().decode())
-            self.assertEqual(self.main("audit")[0], 0)
-            went = self.play(script, 20, *more, "--keep-going")
-            self.assertEqual((went.code, went.calls), (1, calls))
-
-    def test_a_file_of_fewer_calls_ends_with_its_texts_in_quarantine(self):
-        for action, calls in ((completion("no"), 18), (400, 9)):
-            went = self.play(at("", action), 9)
-            self.assertEqual((went.code, went.calls), (1, calls), went.said)
-            self.assertIn("0 of 9 items answered, 9 quarantined, 0 pending", went.out)
-            self.assertIn("nothing to do", self.ask(self.serve(at("", action)), 9)[1])
-            self.assertEqual(self.main("audit")[0], 0)
-            arms = json.loads(self.main("report", "--json")[1])["arms"]
-            self.assertEqual([arm["quarantined"] for arm in arms], [9])
-
-    def test_fifty_calls_in_a_row_stop_a_run_that_went_well_and_quarantine_nothing(self):
-        expired = error(400, "Your balance is too low.", type="invalid_request_error")
-        went = self.play(at(range(4, 99), expired, message), 80, model="anthropic:m")
-        self.assertEqual((went.code, went.calls), (3, 53), went.said)
-        self.assertIn("3 of 80 items answered, 0 quarantined, 77 pending", went.out)
-        self.assertRegex(went.out, "50 calls in a row brought no acceptable reply.*Your balance is")
-        out = self.ask(self.serve(at((), None, message)), 80, model="anthropic:m")[1]
-        self.assertIn("80 of 80 items answered, 0 quarantined", out)
-
-    def test_refusals_that_name_the_content_do_not_count(self):
-        for action in (error(400, code="content_filter"), choice("content_filter", content="")):
-            went = self.play(at(range(61), action), 65)
-            self.assertEqual((went.code, went.calls), (1, 65), went.said)
-            self.assertIn("5 of 65 items answered, 60 quarantined, 0 pending", went.out)
-
-    def test_a_refused_call_is_on_the_ledger_however_the_run_ends(self):
-        went = self.play(at("", 400), 8, "--max-calls", "1")
-        self.assertEqual((went.code, went.verdicts), (3, ["rejected"]))
-        self.assertIn("0 quarantined, 8 pending", went.out)
+            began.set()
+            return slow(0.3, GOOD)
+        self.scene(script, 10, "--workers 4", (1, 10, 7, 3))
 
     def test_an_item_held_back_from_quarantine_begins_anew_beside_its_batch(self):
-        self.play(at("", 400), 3, "--batch-size", "3", "--max-calls", "2")
+        went = self.scene(at("", 400), 3, "--batch-size 3 --max-calls 2", (3, 2, 0, 0))
+        self.assertEqual(went.verdicts, ["rejected"] * 2)
         self.assertEqual(self.ask(self.serve(), 3, "--batch-size", "3")[0], 0)
         rows = {(*row["batch"], row["fallback"], row["size"]) for row in self.rows(LEDGER)[2:]}
         names = [bh.item_id("text number %d" % n) for n in range(3)]
         self.assertEqual(rows, {(name, name != names[0], 3) for name in names})
 
-    ALWAYS_FAILS = [    # what fails, MAX_FAILURES, more options, calls, items answered, of, words
-        (range(2, 99), 503, None, [], 5, 1, "failed 10 times in a row: HTTP 503"),
-        ("number 1", 500, 3, ["--workers", "2"], 9, 8, "after 3 tries"),
-        ("number 4<", error(500, "Boom."), 3, ["--batch-size", "3"], 9, 8,
-         "stopped early: 1 items got no reply after 3 tries, such as ID .HTTP 500: Boom"),
-        # Nothing else is left to succeed:
-        ("number 4<", 500, None, ["--batch-size", "3"], 6, 5,
-         "1 items got no reply after 10 tries, such as ID")]
-
-    def test_what_always_fails_is_left_and_named_while_others_go_on(self):
-        name = bh.item_id("text number 4")
-        for when, action, most, more, count, answered, words in self.ALWAYS_FAILS:
-            with self.subTest(words=words), contextlib.ExitStack() as patches:
-                for limit, value in (("MAX_FAILURES", most), ("MAX_BACKOFF", 0.01)):
-                    if most:
-                        patches.enter_context(mock.patch.object(bh, limit, value))
-                went = self.play(at(when, action), count, *more)
-                self.assertEqual(went.code, 3, went.said)
-                self.assertIn("%d of %d items answered, 0 quarantined, %d pending" % (
-                    answered, count, count - answered), went.out)
-                self.assertRegex(went.out, words.replace("ID", name))
-
-    def test_failures_of_one_call_are_not_counted_against_the_next(self):
-        with mock.patch.object(bh, "MAX_FAILURES", 5):
-            went = self.play(lambda prompt, number: completion("no") if number == 5 else
-                             at((1, 10), completion(reply_to_prompt(prompt)), lambda text: 503)(
-                                 prompt, number), 2)
-        self.assertEqual((went.code, went.calls), (0, 10), went.said)
-
     # ---- connections ----
 
     def test_a_connection_is_kept_and_no_request_on_it_is_lost_from_sight(self):
         def closing(handler):
-            handler.answer(200, completion(reply_to_prompt(handler.prompt)))
+            handler.act(GOOD)
             handler.close_connection = True                 # without a word, as idle servers do
 
         def second(action):
             def act(handler):
-                if handler.calls % 2:
-                    handler.answer(200, completion(reply_to_prompt(handler.prompt)))
-                else:
-                    action(handler)
+                handler.act(GOOD if handler.calls % 2 else action)
             return act
 
         def broken(handler):
             handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n{")
             time.sleep(0.1)
             reset(handler)
-        for name, when, action, count, more, calls, connections, billed in (
-                ("kept alive", [], None, 20, [], 20, 1, []),
-                ("closed when idle", "", closing, 5, ["--rpm", "1200"], 5, 5, []),
-                ("crossed with a request", "", second(raw(b"")), 5, [], 9, 5, []),
-                ("broken in a reply", [2], broken, 3, [], 4, 2, [True]),
-                ("closed when fresh", [1], raw(b""), 2, [], 3, 2, [False])):
-            with self.subTest(name):
-                went = self.play(at(when, action), count, *more)
-                self.assertEqual((went.code, went.calls, went.server.connections),
-                                 (0, calls, connections), went.said)
+        for script, options, ends, connections, billed in (
+                (None, "", (0, 20, 20, 0), 1, []),
+                (at("", closing), "--rpm 1200", (0, 5, 5, 0), 5, []),
+                (at("", second(raw(b""))), "", (0, 9, 5, 0), 5, []),        # crossed with a request
+                (at([2], broken), "", (0, 4, 3, 0), 2, [True]),
+                (at([1], raw(b"")), "", (0, 3, 2, 0), 2, [False])):
+            with self.subTest(ends=ends):
+                went = self.scene(script, ends[2], options, ends)
+                self.assertEqual(went.server.connections, connections)
                 self.assertEqual([row["billed"] for row in went.failures], billed)
         self.assertIn("the reply broke off", went.failures[0]["detail"])
-        went = self.play(at("", second(reset)), 12, "--max-calls", "10")
-        self.assertEqual((went.code, went.calls), (3, 10))
+        went = self.play(at("", second(reset)), 12, "--max-calls 10")
+        self.assertEqual((went.code, len(went.requests)), (3, 10))
         self.assertEqual(len(went.rows) + len(went.failures), 10)
 
     def test_a_reply_that_nobody_waits_for_is_never_taken_for_the_next(self):
         def twice(handler):
-            body = completion(reply_to_prompt(handler.prompt))
-            time.sleep(0.01)
-            handler.answer(200, body)
-            time.sleep(0.002)
-            handler.answer(200, body)
+            for pause in (0.01, 0.002):
+                slow(pause, GOOD)(handler)
             time.sleep(0.05)
-        went = self.play(at("", twice), 6, "--attempts", "1")
+        went = self.play(at("", twice), 6, "--attempts 1")
         self.assertEqual(went.verdicts[0], "ok")
         self.assertLessEqual(set(went.verdicts), {"ok", "set_mismatch"})
 
@@ -2639,9 +2609,7 @@ class Models(EndpointCase):
                 (raw(b"SSH-2.0-x\r\n\r\n"), "does not speak HTTP", True),
                 (raw(b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"), "broke off", True),
                 (raw(b""), "broke off", False)):
-            went = self.play(at("", action), 3)
-            self.assertEqual((went.code, went.server.connections), (3, 3), went.said)
-            self.assertIn(words, went.out)
+            went = self.scene(at("", action), 3, "", (3, 3, 0, 0), words)
             self.assertEqual({row["billed"] for row in went.failures}, {billed})
         self.assertIn("failed 3 times in a row: cannot reach " + went.server.base,
                       self.ask(went.server, 4)[1])          # which is closed by now
@@ -2664,16 +2632,14 @@ class Models(EndpointCase):
                 (raw(head, b" " * 400), "1s", 10),
                 (raw(b"", b"HTTP/1.1 200 OK\r\n" + b"X-A: b\r\n" * 400), "1s", 10),
                 (stall, "3s", 5)):              # silence gets only what is left, or it would be 6
-            went = self.play(at([1], action), 1, "--timeout", timeout)
-            self.assertEqual(went.code, 0, went.said)
-            self.assertLess(went.server.times[1] - went.server.times[0], most)
+            went = self.scene(at([1], action), 1, "--timeout " + timeout, (0, 2, 1, 0))
+            self.assertLess(went.times[1] - went.times[0], most)
             self.assertIn("no reply from", went.failures[0]["detail"])
             self.assertTrue(went.failures[0]["billed"])
 
     def test_a_reply_beyond_all_measure_stops_the_run(self):
         with mock.patch.object(bh, "MAX_REPLY", 1000):
-            went = self.play(at("", b" " * 2000), 3)
-        self.assertEqual((went.code, went.calls), (3, 1))
+            self.scene(at("", b" " * 2000), 3, "", (3, 1, 0, 0))
 
     HTTP = [            # what comes, in pieces; status, body, whether the connection can go on
         ([b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nab"], (200, b"ab", True)),
@@ -2751,42 +2717,48 @@ class Models(EndpointCase):
 
     # ---- keys, certificates and proxies ----
 
+    ECHOES = table("""
+        500 | {"error": {"message": "key ECHO"}}
+        500 | ECHO
+        500 | MANY
+        200 | {"choices": [], "echo": "MANY"}
+        200 | {"choices": [{"message": {"content": "x"}, "finish_reason": "ECHO"}]}
+        200 | {"error": {"message": "ECHO", "code": 401}}
+        400 | {"error": {"message": "MANY", "code": "content_filter"}}
+        401 | {"error": {"message": "LONG ECHO"}}
+        404 | {"error": {"message": "PARTS"}}""")
+
     def test_a_key_is_shown_nowhere_however_it_is_spelled(self):
         key = "sk-ab/CD+ef=0123456789"
         low = key.replace("/", "%2f").replace("+", "%2b").replace("=", "%3d")
-        code = "".join("\\u%04x" % ord(char) for char in key)
+        escaped = "".join("\\u%04x" % ord(char) for char in key)
         spelled = [key, low, key.replace("/", "%2F"), key.replace("+", "%2B").replace("=", "%3D"),
-                   key.replace("/", "\\/"), code]
+                   key.replace("/", "\\/"), escaped]
         for echo in spelled:
-            quoted = b'"%s"' % echo.encode()
-            inner = b'{"choices": [], "echo": %s}' % quoted
-            for action in (
-                    (500, error_body(message="key X").replace(b"X", quoted[1:-1]),
-                     {"x-request-id": echo}),
-                    (500, echo.encode(), {"x-request-id": echo}), (200, inner),
-                    choice("END").replace(b'"END"', quoted), error(200, echo, code=401),
-                    error(401, "x" * 470 + " " + echo),     # cut in the middle of the key
-                    error(400, echo * 400, code="content_filter"),
-                    (500, (echo + " ").encode() * 400), error(404, echo[:-1] * 90 + echo * 9),
-                    raw(b"Authorization: Bearer %s\n" % echo.encode() * 40 + b"\r\n\r\n")):
+            actions = [raw(b"Authorization: Bearer %s\n" % echo.encode() * 40 + b"\r\n\r\n")]
+            for status, body in self.ECHOES:
+                for name, value in (("LONG", "x" * 470), ("MANY", "ECHO " * 400), ("ECHO", echo),
+                                    ("PARTS", (echo[:-1] + "/") * 90 + echo * 9)):
+                    body = body.replace(name, value)
+                actions.append((int(status), body.encode(), {"x-request-id": echo}))
+            for action in actions:
                 def script(prompt, number):
-                    if number > 1:
-                        return action
                     good = completion(reply_to_prompt(prompt, "ANSWER"))
-                    return good.replace(b"ANSWER", json.dumps(echo)[1:-1].encode())
-                went = self.play(script, 4, "--max-calls", "3", key=key,
-                                 tail="?key=FAKEQUERY-1&v=2026")
+                    good = good.replace(b"ANSWER", json.dumps(echo)[1:-1].encode())
+                    return good if number == 1 else action
+                went = self.play(script, 4, "--max-calls 3", key, "?key=FAKEQUERY-1&v=2026")
                 self.assertIn(went.code, (1, 3))
                 self.assertEqual(went.requests[0][0], "/v1/chat/completions?key=FAKEQUERY-1&v=2026")
                 self.assertEqual(list(went.rows[0]["answers"].values()), ["***"])
                 said = went.said.replace("\\/", "/")
-                for word in (*spelled, key[8:], code[-20:].strip("\\"), "FAKEQUERY"):
+                for word in (*spelled, key[8:], escaped[-20:].strip("\\"), "FAKEQUERY"):
                     self.assertNotIn(word, said)
 
     def test_a_word_that_serves_as_a_key_is_no_secret_in_the_model_string(self):
-        went = self.play(lambda prompt, number: completion(
-            reply_to_prompt(prompt, "none at all"), model="none-7b") if number == 1 else
-            error(404, "key? no"), 2, key="none", tail="?key=" + "FAKE")
+        def script(prompt, number):
+            good = completion(reply_to_prompt(prompt, "none at all"), model="none-7b")
+            return good if number == 1 else error(404, "key? no")
+        went = self.play(script, 2, "", "none", "?key=FAKE-KEY")
         [row] = went.rows
         self.assertEqual((row["model_string"], list(row["answers"].values())),
                          ("none-7b", ["none at all"]))
@@ -2934,14 +2906,14 @@ class Models(EndpointCase):
 
     def test_the_demo_model_answers_every_task_it_takes_and_the_same_each_time(self):
         for fields in (
-                {"answer": {"enum": ["a", "b"]}},
-                {"x": {"type": "integer", "minimum": 3}, "y": {"type": "boolean"},
-                 "z": {"type": "null"}},
-                {"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 9},
-                 "y": {"type": "array", "items": {"enum": [1]}, "minItems": 2}},
-                {"x": {"type": "string", "minLength": 30}, "y": {"type": "string", "maxLength": 3},
-                 "z": {"const": None}}):
-            self.write("task.json", json.dumps({"fields": fields, "rubric_version": 4}))
+                '{"answer": {"enum": ["a", "b"]}}',
+                '{"x": {"type": "integer", "minimum": 3}, "y": {"type": "boolean"}, '
+                '"z": {"type": "null"}}',
+                '{"x": {"type": "number", "exclusiveMinimum": 0, "maximum": 9}, '
+                '"y": {"type": "array", "items": {"enum": [1]}, "minItems": 2}}',
+                '{"x": {"type": "string", "minLength": 30}, "y": {"type": "string", "maxLength": 3}, '
+                '"z": {"const": null}}'):
+            self.write("task.json", '{"fields": %s, "rubric_version": 4}' % fields)
             for form in ([], ["--structured"]):
                 replies = []
                 for _ in range(2):
@@ -2951,17 +2923,27 @@ class Models(EndpointCase):
                     replies.append(row["reply"])
                     self.assertEqual((code, row["verdict"]), (0, "ok"), row)
                 self.assertEqual(*replies)
-        self.write("task.json", json.dumps({"fields": {"x": {"pattern": "^q$"}}}))
+        self.write("task.json", '{"fields": {"x": {"pattern": "^q$"}}}')
         shutil.rmtree("runs")
         self.refused("--input", "items.jsonl", "--model", "demo", "--task", "task.json")
 
     def test_every_fault_of_the_demo_model_has_its_verdict(self):
-        expected = {
-            "drop": "set_mismatch", "merge": "set_mismatch", "rename": "set_mismatch",
-            "repeat": "duplicate_ids", "invent": "set_mismatch", "field": "unknown_field",
-            "value": "bad_value", "wrap": "not_a_list", "cut": "truncated", "prose": "not_json",
-            "empty": "empty_reply", "refuse": "refused", "fence": "ok", "reorder": "ok",
-            "swap": "ok"}
+        expected = dict(table("""
+            drop | set_mismatch
+            merge | set_mismatch
+            rename | set_mismatch
+            repeat | duplicate_ids
+            invent | set_mismatch
+            field | unknown_field
+            value | bad_value
+            wrap | not_a_list
+            cut | truncated
+            prose | not_json
+            empty | empty_reply
+            refuse | refused
+            fence | ok
+            reorder | ok
+            swap | ok"""))
         self.assertEqual(set(expected), set(bh.DEMO_FAULTS))
         for name, verdict in expected.items():
             self.fresh("demo:%s=1" % name, 4, "--labels", "good,bad", "--attempts", "1",
