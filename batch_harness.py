@@ -1422,78 +1422,109 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
     return Outcome(answers, tuple(quarantined), tuple(verdicts))
 
 
-# ====================================================================================================================
-# LEDGER AND STATE.  The only memory.  A row is written before its effect is visible; State is a fold over rows, and
-# the same fold serves the append and the replay.
-# ====================================================================================================================
+# ==================================================================================================
+# ROWS.  What a ledger holds, one JSON object a line: how a row is made, what makes a line a row, and
+# the one place where an answer is taken out of one.  A damaged line is a value.
+# ==================================================================================================
 
-CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")        # what would steer a terminal
-ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # what would break a line in a terminal or an editor
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")     # steer a terminal
+ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # break a line there or in an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
-NEEDED: Dict[str, Dict[str, Any]] = {                           # members that readers rely on, by kind of row
-    "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
-    **{event: {"verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str, "task": str,
-               "run": str, "batch_id": str, "form": str} for event in ("attempt", "quarantine")},
-    "job": {"step": str, "key": str, "task": str, "run": str}, "apply": {"task": str, "target": str}}
-# Of apply, for each answered item; where several rows hold its text, the first of these that one of them came to.
+# Of apply, for each answered item; where several rows hold its text, the first of these that applies.
 OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
-OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are, where a row has them
-    "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int, "coalesced": int, "normalised": list,
-    "status": int, "custom_id": str, "job": str, "requests": dict, "arm": int, "batch": list, "sources": list,
-    "arms": list, "size": int, "attempt": int, "why": dict,
-    **dict.fromkeys(OUTCOMES, list)}
+ATTEMPT: Dict[str, Any] = {
+    "verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str,
+    "task": str, "run": str, "batch_id": str, "form": str}
+NEEDED: Dict[str, Dict[str, Any]] = {                           # members that readers rely on, by event
+    "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
+    "attempt": ATTEMPT,
+    "quarantine": ATTEMPT,
+    "job": {"step": str, "key": str, "task": str, "run": str},
+    "apply": {"task": str, "target": str}}
+OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are
+    "event": str, "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int,
+    "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str, "job": str,
+    "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list, "size": int,
+    "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
+SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
+OF_WORDS = ("batch", "normalised", *OUTCOMES)                   # lists of strings
 
 
 def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
-    """The row without its empty members; only model_string stays, where null says that the endpoint named none."""
-    return {name: value for name, value in row.items() if value or value == 0 or name == "model_string"}
+    """The row without its empty members; of these only model_string stays: the endpoint named none."""
+    return {name: value for name, value in row.items()
+            if value or value == 0 or name == "model_string"}
 
 
 def row_text(row: Any) -> str:
-    """A row, or part of one, as readable JSON on one line; only controls, U+2028/9 and lone surrogates are escaped."""
+    """A row, or part of one, as JSON on one line; controls, U+2028/9, lone surrogates are escaped."""
     return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
 
 
 def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
-    """A row's line without its place in the chain, which stands before the reply: that may be long, and comes last."""
+    """A row's line around its place in the chain: what comes before it, and the reply, which may be long."""
     head = row_text({name: value for name, value in row.items() if name != "reply"})[:-1]
-    return head, ', "reply": %s}' % row_text(row["reply"]) if "reply" in row else "}"
+    if "reply" in row:
+        return head, ', "reply": %s}' % row_text(row["reply"])
+    return head, "}"
 
 
-def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task, context: Mapping[str, Any]) -> Dict[str, Any]:
+def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task,
+                context: Mapping[str, Any]) -> Dict[str, Any]:
     """The row of one reply.  Its answers are those of the verdict, and of nothing else.
 
     `context` gives at, run, ms, prompt_sha and, where they apply, arm, params, job and custom_id.
     """
     quarantined = ask.ids if ask.quarantines(verdict.code) else ()
-    sources = [item.source and _source_value(item.source) for item in ask.items]
+    digests = sources = text = None
+    if quarantined or verdict.code == "ok":
+        digests = [item.digest[:32] for item in ask.items]
+    if any(item.source is not None for item in ask.items):
+        sources = [item.source and _source_value(item.source) for item in ask.items]
+    if isinstance(reply.text, str):
+        text = reply.text
     return compact({
         "event": "attempt", "at": context["at"], "verdict": verdict.code, "attempt": ask.attempt,
-        "fallback": ask.fallback, "size": ask.size, "model_string": reply.model_string, "batch": ask.ids,
-        "answers": verdict.answers, "quarantined": quarantined,
+        "fallback": ask.fallback, "size": ask.size, "model_string": reply.model_string,
+        "batch": ask.ids, "answers": verdict.answers, "quarantined": quarantined,
         "missing": verdict.missing, "extra": verdict.extra, "detail": verdict.detail,
         "normalised": verdict.normalised, "reordered": verdict.reordered or None, "form": task.form,
-        "stage": task.stage, "task": task.fingerprint, "arm": context.get("arm"), "run": context["run"],
-        "batch_id": ask.batch_id, "ms": context["ms"], "tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out,
-        "finish": reply.finish, "request_id": reply.request_id, "params": context.get("params"),
-        "sources": sources if any(source is not None for source in sources) else None,
-        "text_sha": [item.digest[:32] for item in ask.items] if quarantined or verdict.code == "ok" else None,
-        "prompt_sha": context["prompt_sha"], "job": context.get("job"), "custom_id": context.get("custom_id"),
-        "reply": reply.text if isinstance(reply.text, str) else None})
+        "stage": task.stage, "task": task.fingerprint, "arm": context.get("arm"),
+        "run": context["run"], "batch_id": ask.batch_id, "ms": context["ms"],
+        "tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out, "finish": reply.finish,
+        "request_id": reply.request_id, "params": context.get("params"), "sources": sources,
+        "text_sha": digests, "prompt_sha": context["prompt_sha"], "job": context.get("job"),
+        "custom_id": context.get("custom_id"), "reply": text})
 
 
 def set_aside(row: Mapping[str, Any]) -> Dict[str, Any]:
-    """The members of the row that quarantines the items of an attempt later, whose own row holds that back."""
-    names = (*NEEDED["quarantine"], "model_string", "quarantined", "detail", "arm", "job", "text_sha")
-    return {name: row[name] for name in names if name in row}
+    """The members of the row that later quarantines the items of an attempt, which did not."""
+    more = ("model_string", "quarantined", "detail", "arm", "job", "text_sha")
+    return {name: row[name] for name in (*ATTEMPT, *more) if name in row}
+
+
+def answers_of(row: Mapping[str, Any]) -> List[Tuple[str, str, Any]]:
+    """(digest, id, answer) of every item of a row that accepts; of another row nothing."""
+    answers = row.get("answers", {})
+    return [(sha, name, answers[name]) for sha, name in zip(row.get("text_sha", ()), row.get("batch", ()))
+            if name in answers]
+
+
+def settled_as(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
+    """What the row that settled a text says of it: ("answered", its answer) or ("quarantined", None)."""
+    for sha, _, answer in answers_of(row):
+        if digest.startswith(sha):
+            return "answered", answer
+    return "quarantined", None
 
 
 def rederived(row: Mapping[str, Any], task: Task, strict_order: bool = False) -> Verdict:
     """What the raw reply of a row proves today."""
     items = [Item._make(("", name, name, None)) for name in row["batch"]]
     refusal = row.get("detail") if row["verdict"] == "refused" else None
-    return validate(items, Reply(row.get("reply"), _word(row.get("finish")), refusal), task, strict_order)
+    reply = Reply(row.get("reply"), _word(row.get("finish")), refusal)
+    return validate(items, reply, task, strict_order)
 
 
 def prompt_digest(prompt: str) -> str:
@@ -1502,411 +1533,141 @@ def prompt_digest(prompt: str) -> str:
 
 
 def _source_value(key: str) -> Any:
-    """A caller's key for a row: the scalar, or its spelling as a string where Python would spell a number otherwise."""
+    """A caller's key for a row: the scalar; a number that Python spells otherwise as its spelling."""
     value = INPUT_JSON.decode(key)
-    return float(value) if isinstance(value, Spelled) and repr(float(value)) == value else value
+    if isinstance(value, Spelled) and repr(float(value)) == value:
+        return float(value)
+    return value
 
 
 def is_row(row: Any) -> bool:
-    """Whether a value is a row readers can take in: its answers those of its batch, its digests those of its ids."""
-    if not isinstance(row, dict) or not isinstance(row.get("event"), str) or type(row.get("seq")) is not int:
+    """Whether readers can take a value in as a row, whose answers and digests are those of its ids."""
+    if not isinstance(row, dict) or type(row.get("seq")) is not int:
         return False
-    if not (all(isinstance(row.get(name), kind) for name, kind in NEEDED.get(row["event"], {}).items())
-            and all(isinstance(row[name], kind) for name, kind in OPTIONAL.items() if name in row)
-            and all(abs(value) < MAX_INTEGER for value in row.values() if isinstance(value, int))
-            and all(type(size) is int and size > 0 for size in row.get("arms", []))
-            and all(isinstance(name, str) for name in row.get("batch", []))
-            and row.get("size", 1) > 0 and row.get("attempt", 1) > 0):
+    event = row.get("event")
+    if not isinstance(event, str) or not NEEDED.get(event, {}).keys() <= row.keys():
         return False
-    if row["event"] not in ("attempt", "quarantine"):
-        named = [name for word in OUTCOMES for name in row.get(word, [])]
-        return all(isinstance(name, str) for name in named) and (row["event"] != "job" or _is_job(row))
+    shape = SHAPES.get(event, OPTIONAL)
+    for name, value in row.items():
+        if not isinstance(value, shape.get(name, object)):
+            return False
+        if isinstance(value, int) and abs(value) >= MAX_INTEGER:
+            return False
+        if name in OF_WORDS and not all(isinstance(word, str) for word in value):
+            return False
+    if row.get("size", 1) < 1 or row.get("attempt", 1) < 1:
+        return False
+    if not all(type(size) is int and size > 0 for size in row.get("arms", ())):
+        return False
+    if event == "job":
+        return _is_job(row)
+    return event not in ("attempt", "quarantine") or _agrees(row)
+
+
+def _agrees(row: Mapping[str, Any]) -> bool:
+    """Whether the members of an attempt's row, or of a quarantine's, agree with each other."""
     batch, digests, accepted = row["batch"], row.get("text_sha"), row["verdict"] == "ok"
-    if (not batch or not all(isinstance(note, str) for note in row.get("normalised", []))
-            or row["verdict"] not in VERDICTS or accepted != ("answers" in row)
-            or not isinstance(row.get("answers", {}), dict)
-            or (accepted and set(row["answers"]) != set(batch))):
+    aside = "quarantined" in row
+    if not batch or row["verdict"] not in VERDICTS or accepted is not ("answers" in row):
         return False
-    if row["event"] == "quarantine":
-        return not accepted and row.get("quarantined") == batch and _fit(batch, digests)
-    if not accepted and "quarantined" not in row and digests is None:
-        return True
-    if accepted and "quarantined" in row:
+    if accepted and (aside or row["answers"].keys() != set(batch)):
         return False
-    return row.get("quarantined", batch) == batch and _fit(batch, digests)
+    if aside and row["quarantined"] != batch:
+        return False
+    if row["event"] == "quarantine" and not aside:
+        return False
+    if digests is None:
+        return not accepted and not aside
+    return _fit(batch, digests)
 
 
-def _fit(batch: List[Any], digests: Any) -> bool:
-    """Whether these are the digests of texts with these ids."""
+def _fit(batch: List[str], digests: Any) -> bool:
+    """Whether these are the digests, 32 hex digits each, of texts with these ids."""
     return (isinstance(digests, list) and len(digests) == len(batch)
-            and all(type(entry) is str for entry in digests + batch) and set(map(len, digests)) == {32}
-            and DIGITS_ONLY.match("".join(digests)) is not None and all(map(str.startswith, digests, batch)))
+            and all(type(digest) is str and len(digest) == 32 for digest in digests)
+            and DIGITS_ONLY.match("".join(digests)) is not None
+            and all(map(str.startswith, digests, batch)))
 
 
-class Line(NamedTuple):
-    """One line of a ledger; `row` is None where it is damaged."""
+class Log:
+    """A ledger's file, read: iterate over its rows in order; what else it held is known afterwards.
 
-    number: int
-    offset: int
-    row: Optional[Dict[str, Any]]
-    whole: bool                 # ends in a newline
-    crc: int
-    cut: bool = False           # it holds no JSON value, so that it may be a row that was torn
-
-
-def read_ledger(path: str) -> Iterator[Line]:
-    """The lines of a ledger file, split at \\n alone.  A damaged line is a value, an unreadable file a HarnessError."""
-    offset = 0
-    try:
-        with open(path, "rb") as stream:
-            for number, raw in enumerate(stream, 1):
-                bare = raw[:-1] if raw.endswith(b"\n") else raw
-                row, cut = None, False
-                try:
-                    row = whole_value(LEDGER_JSON, bare.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                    cut = isinstance(error, json.JSONDecodeError) or bare[-1:] != b"}"
-                except (ValueError, RecursionError):        # whole, with what no row has: a name twice, NaN
-                    pass
-                yield Line(number, offset, row if is_row(row) else None, bare is not raw, binascii.crc32(bare), cut)
-                offset += len(raw)
-    except OSError as error:
-        raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (path, error.strerror))
-
-
-def is_demo(model: str) -> bool:
-    """Whether a model, by the name it was asked for, gives demo answers: one ledger never holds these and real ones."""
-    return model.split(":")[0] == "demo"
-
-
-FROZEN, ANSWERED, QUARANTINED, TAKEN = 1, 2, 4, 8       # what State remembers of a text
-
-
-class OpenBatch(NamedTuple):
-    """A batch that failed and is not settled yet: what plan was told, to be told again by the next run."""
-
-    ids: Tuple[str, ...]
-    size: int
-    left: Set[str]                                              # ids that no row of this batch has settled
-    codes: Dict[Tuple[Tuple[str, ...], int], str]               # (ids, attempt) -> verdict
-
-
-class Frozen(NamedTuple):
-    """The input as the first pass found it."""
-
-    rows: int
-    items: int
-    skipped: int                # bad rows left out under --skip-bad
-
-
-class State:
-    """What is frozen, answered and quarantined, for one task and arm: a fold over the rows of a ledger.
-
-    `status` maps key_of(digest) to flags, for the texts of the input and of the ledger alike; beside it only the
-    batches that are not settled are kept.  A run marks there, too, what it has TAKEN up.
-    """
-
-    def __init__(self, task: Task, arm: Optional[int] = None, frozen: Iterable[int] = ()) -> None:
-        self.task, self.arm = task, arm
-        self.status: Dict[int, int] = dict.fromkeys(frozen, FROZEN)
-        self.open: Dict[str, OpenBatch] = {}                                    # by batch_id
-        self.answered_by: Counter[Tuple[str, int]] = collections.Counter()      # (model asked for, size) -> items
-        self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()      # (stage, fingerprint) -> answers
-        self.conflicts = 0                                      # accepted again with another row; the first counts
-        self.sizes: Optional[List[int]] = None                  # of the task's trial on the ledger
-        self.singles: Counter[str] = collections.Counter()      # single first calls of the task in any arm, by model
-        self.demo: Optional[bool] = None                        # whether the ledger holds demo answers or real ones
-        self._models: Dict[str, str] = {}                       # run -> model asked for
-
-    def apply(self, row: Mapping[str, Any]) -> List[int]:
-        """Take in one row; the keys of the items it settled.  Called after the append, and for every row replayed."""
-        if row["event"] == "run":
-            self._models[row["run"]] = row["model"]
-            self.demo = is_demo(row["model"])
-            if row["fingerprint"] == self.task.fingerprint and "arms" in row:
-                self.sizes = row["arms"]
-        elif row["event"] in ("attempt", "quarantine"):
-            mine = row["task"] == self.task.fingerprint
-            single = row["size"] == row["attempt"] == 1 and not row["fallback"]
-            if mine and single and row["event"] == "attempt":
-                self.singles[self._models.get(row["run"], "?")] += 1
-            if row.get("arm") != self.arm:
-                return []
-            if mine:
-                return self._attempt(row)
-            self.other_tasks[row["stage"], row["task"]] += len(row.get("answers", ()))
-        return []
-
-    def _attempt(self, row: Mapping[str, Any]) -> List[int]:
-        settled: List[int] = []
-        accepted = row["verdict"] == "ok"
-        for sha in row["text_sha"] if accepted or "quarantined" in row else ():
-            key = key_of(sha)
-            flags = self.status.get(key, 0)
-            if flags & ANSWERED:
-                self.conflicts += accepted
-            else:
-                settled.append(key)
-                self.status[key] = (flags & ~QUARANTINED) | (ANSWERED if accepted else QUARANTINED)
-        if accepted:
-            self.answered_by[self._models.get(row["run"], "?"), row["size"]] += len(settled)
-        if not accepted or row["batch_id"] in self.open:
-            self._note_open(row)
-        return settled
-
-    def _note_open(self, row: Mapping[str, Any]) -> None:
-        """Remember a failed batch and what its calls came to, until its own rows have settled it."""
-        name, ids = row["batch_id"], tuple(row["batch"])
-        final = row["verdict"] == "ok" or "quarantined" in row
-        if name not in self.open and (row["fallback"] or final):
-            return                              # the batch is settled, or this call settles all of it
-        opened = self.open.setdefault(name, OpenBatch(ids, row["size"], set(ids), {}))
-        # What is in quarantine is not asked again, whatever attempts today's policy has left.
-        opened.codes[ids, row["attempt"]] = REJECTED if "quarantined" in row else row["verdict"]
-        if final:
-            opened.left.difference_update(ids)
-            if not opened.left:
-                del self.open[name]
-
-    def freeze(self, rows: Iterable[Row]) -> Tuple[int, int]:
-        """Mark the texts of the input, and count (rows, items).  Equal texts are one item."""
-        count = 0
-        for row in rows:
-            count += 1
-            key = key_of(text_digest(row.text))
-            self.status[key] = self.status.get(key, 0) | FROZEN
-        return count, self.count(FROZEN)
-
-    def collision(self, id_length: int) -> Optional[str]:
-        """An id that two different texts share, or None."""
-        cut, keys = itertools.repeat(4 * (32 - id_length)), sorted(self.status)
-        ids = map(operator.rshift, keys, cut)           # as iterators: a million ids are not held
-        for name, other in zip(ids, map(operator.rshift, itertools.islice(keys, 1, None), cut)):
-            if name == other:
-                return "%0*x" % (id_length, name)
-        return None
-
-    def digest(self, id_length: int) -> str:
-        """The ids_digest of the frozen items."""
-        keys = sorted(key for key, flags in self.status.items() if flags & FROZEN)
-        return ids_digest("%0*x" % (id_length, key >> 4 * (32 - id_length)) for key in keys)
-
-    def count(self, any_of: int) -> int:
-        """How many items of the input carry any of these flags."""
-        tally = collections.Counter(self.status.values())
-        return sum(count for flags, count in tally.items() if flags & FROZEN and flags & any_of)
-
-
-class History(NamedTuple):
-    """What a pass over a ledger found beside its rows."""
-
-    lines: int = 0
-    crc: int = 0                        # CRC-32 of the last line
-    damaged: Tuple[int, ...] = ()       # the numbers of lines that held no row
-    closed: Tuple[int, ...] = ()        # of these, the lines that a later run knew of: cut, and closed off
-    strange: Tuple[int, ...] = ()       # and whole JSON that is no row: edited, or of another version
-    broken: Tuple[int, ...] = ()        # and of rows that do not follow the line before: edited, removed or repeated
-    torn: Optional[int] = None          # the number of a last line that was cut
-    unfinished: bool = False            # the last line has no newline
-
-
-def replay(path: str, take: Callable[[Line], Any]) -> History:
-    """Hand every line that holds a row to `take`, in order; HarnessError when the file holds no ledger."""
-    rows = crc = seq = last = 0
-    damaged: List[int] = []
-    closed: List[int] = []
-    strange: List[int] = []
-    broken: List[int] = []
-    cut: List[int] = []                 # since the last row
-    line: Optional[Line] = None
-    for line in read_ledger(path):
-        if line.row is not None:
-            rows += 1
-            if line.row["seq"] != seq + line.number - last or line.row.get("prev") != "%08x" % crc:
-                broken.append(line.number)
-            else:                       # the lines just before, if they were cut, were then gone on with
-                closed += cut
-            seq, last = line.row["seq"], line.number
-            cut.clear()
-            take(line)
-        elif line.whole or not line.cut:
-            damaged.append(line.number)
-            (cut if line.cut else strange).append(line.number)
-        crc = line.crc
-    if line is None:
-        return History()
-    if not rows:                        # a first row that was torn is the beginning of a ledger, another file is not
-        with open(path, "rb") as stream:
-            head = stream.read(len(ROW_BEGIN))
-        if head != ROW_BEGIN and (damaged or not ROW_BEGIN.startswith(head)):
-            raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % path)
-    torn = line.number if line.row is None and not line.whole and line.cut else None
-    return History(line.number, line.crc, tuple(damaged), tuple(closed), tuple(strange), tuple(broken), torn,
-                   not line.whole)
-
-
-def settled_places(paths: Sequence[str], task: Task) -> Dict[int, int]:
-    """Where the row is that settled each text of a task, by key_of(digest): its offset times the number of ledgers,
-    plus the place of its ledger.  HarnessError when two ledgers hold two answers for one text.
-    """
-    places: Dict[int, int] = {}
-
-    def settled(path: str, state: State) -> Dict[int, int]:
-        mine: Dict[int, int] = {}
-        replay(path, lambda line: mine.update(dict.fromkeys(state.apply(line.row or {}), line.offset)))
-        return mine
-    for number, path in enumerate(paths):
-        for key, offset in settled(path, State(task)).items():
-            place, before = offset * len(paths) + number, places.get(key)
-            if before is not None:
-                with open(paths[before % len(paths)], "rb") as left, open(path, "rb") as right:
-                    old = standing(row_of(left, before // len(paths)), "%032x" % key)
-                    new = standing(row_of(right, offset), "%032x" % key)
-                if old[0] == new[0] == "answered" and _sorted_json(old[1]) != _sorted_json(new[1]):
-                    raise HarnessError("item %s has the answer %s in %s and %s in %s; leave one of them out" % (
-                        ("%032x" % key)[:ID_LENGTH], shown(old[1]), paths[before % len(paths)], shown(new[1]), path))
-                place = before if old[0] == "answered" else place
-            places[key] = place
-    return places
-
-
-def row_of(ledger: IO[bytes], offset: int) -> Dict[str, Any]:
-    """The row that begins at this byte."""
-    ledger.seek(offset)
-    return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
-
-
-def standing(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
-    """Where the row that settled a text left it: ("answered", its answer) or ("quarantined", None)."""
-    if row["verdict"] != "ok":
-        return "quarantined", None
-    return "answered", row["answers"][dict(zip(row["text_sha"], row["batch"]))[digest[:32]]]
-
-
-LOCKED: Set[int] = set()        # descriptors of the ledgers that this process writes
-
-
-def let_go() -> None:
-    """In a child: the lock is its parent's, and would outlive the parent with this descriptor."""
-    while LOCKED:
-        os.close(LOCKED.pop())
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=let_go)
-
-
-class Ledger:
-    """One append-only file of rows, one writer at a time.
-
-    `append` writes a whole line, with one write where the disk takes it, and only then may the row take effect.  After
-    a write has failed the next append first closes off the torn line, so that space made meanwhile saves what comes.
-    `astray` once its name leads to another file, or a part of it is gone.
+    `number` and `offset` are those of the line read last.  HarnessError: a file that cannot be read,
+    or holds no ledger.
     """
 
     def __init__(self, path: str) -> None:
-        self.path, self.history = path, History()
-        self._seq = self._crc = 0
-        self._unfinished = self._dirty = self.astray = False
-        self._rescue = "%s.rescued-%d" % (path, time.time())
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
-        locks = lock_module()                   # before the file is made: where there is none, no file is left
+        self.path = path
+        self.number = self.offset = self.crc = 0
+        self.damaged: List[int] = []            # the numbers of lines that held no row
+        self.closed: List[int] = []             # of these, the cut ones that a later run knew of
+        self.strange: List[int] = []            # whole JSON and no row: edited, or of another version
+        self.broken: List[int] = []             # rows that do not follow the line before
+        self.torn: Optional[int] = None         # a last line that was cut
+        self.unfinished = False                 # the last line has no newline
+        self._seq = self._last = 0              # of the last row: its place in the chain, its line
+        self._cut: List[int] = []               # lines that were cut, since then
+
+    def __iter__(self) -> Iterator[Dict[str, Any]]:
+        end = 0
         try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+            with open(self.path, "rb") as stream:
+                for raw in stream:
+                    self.offset, end = end, end + len(raw)
+                    row = self._row(raw.rstrip(b"\n"), not raw.endswith(b"\n"))
+                    if row is not None:
+                        yield row
+                stream.seek(0)
+                head = stream.read(len(ROW_BEGIN))
         except OSError as error:
-            raise HarnessError("cannot write the ledger %s: %s; name another with --ledger" % (path, error.strerror))
+            raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (self.path, error.strerror))
+        if self._last or head == ROW_BEGIN:
+            return
+        # A first row that was torn is the beginning of a ledger; another file is none.
+        if self.damaged or not ROW_BEGIN.startswith(head):
+            raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % self.path)
+
+    def _row(self, line: bytes, unfinished: bool) -> Optional[Dict[str, Any]]:
+        """Take in one line; the row that it holds, if any."""
+        self.number += 1
+        self.unfinished = unfinished
+        before = "%08x" % self.crc
+        self.crc = binascii.crc32(line)
+        row: Any = None
+        cut = False
         try:
-            lock_file(self._fd, locks)
-            self._size = os.fstat(self._fd).st_size
-        except OSError as error:
-            os.close(self._fd)
-            if isinstance(error, BlockingIOError):
-                raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
-            raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
-        LOCKED.add(self._fd)
+            row = whole_value(LEDGER_JSON, line.decode("utf-8-sig" if self.number == 1 else "utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            cut = isinstance(error, json.JSONDecodeError) or line[-1:] != b"}"
+        except (ValueError, RecursionError):    # whole, with what no row has: a name twice, NaN
+            pass
+        if not is_row(row):
+            self._no_row(cut)
+            return None
+        if row["seq"] != self._seq + self.number - self._last or row.get("prev") != before:
+            self.broken.append(self.number)
+        else:                                   # whoever wrote it knew of the lines before it
+            self.closed += self._cut
+        self._seq, self._last = row["seq"], self.number
+        self._cut = []
+        found: Dict[str, Any] = row
+        return found
 
-    def replay(self, take: Callable[[Dict[str, Any]], Any]) -> None:
-        """Hand every row to `take`, in order; HarnessError when the file holds no ledger."""
-        self.history = replay(self.path, lambda line: take(line.row or {}))
-        self._seq, self._crc, self._unfinished = self.history.lines, self.history.crc, self.history.unfinished
-
-    def append(self, parts: Tuple[str, str]) -> None:
-        """Write a row, given as row_parts, as one line.  OSError when it could not be; then it has no effect."""
-        line = (', "seq": %d, "prev": "%08x"' % (self._seq + 1, self._crc)).join(parts).encode("utf-8")
-        before = b"\n" if self._unfinished else b""             # closes off a line that was torn
-        data, written = before + line + b"\n", 0
-        try:
-            while written < len(data):          # a full disk takes a part; the next write says why
-                written += os.write(self._fd, data[written:])
-        except OSError:
-            if written < len(data) - 1:         # else the row is there, and only its newline is not
-                raise
-        finally:
-            self._size += written
-            there = data[len(before):written].rstrip(b"\n")
-            if written:
-                self._dirty, self._unfinished = True, bool(there) and written < len(data)
-            if there:
-                self._seq, self._crc = self._seq + 1, binascii.crc32(there)
-
-    def sync(self) -> None:
-        """Put what was appended on the disk; OSError where the disk refuses, or others have meddled with the file."""
-        dirty, self._dirty = self._dirty, False
-        if dirty:
-            os.fsync(self._fd)
-        mine = os.fstat(self._fd)
-        try:
-            same = os.path.samestat(os.stat(self.path), mine)
-        except FileNotFoundError:
-            same = False
-        if not same:
-            if dirty or not self.astray:
-                os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
-                with open(self._fd, "rb", closefd=False) as rows, open(self._rescue, "wb") as file:
-                    rows.seek(0)
-                    file.writelines(rows)
-            self.astray = True
-            raise OSError(errno.EIO, "another program has removed, renamed or replaced it; all of its rows are saved "
-                          "in %s, move that back" % self._rescue, self.path)
-        if mine.st_size < self._size:
-            self.astray = True
-            raise OSError(errno.EIO, "another program has cut it from %d to %d bytes; go back to a copy of it, or what "
-                          "is gone is asked again" % (self._size, mine.st_size), self.path)
-
-    def close(self) -> None:
-        """Let another process in, after what was appended is on the disk."""
-        try:
-            if self._dirty:
-                self.sync()
-        finally:
-            LOCKED.discard(self._fd)
-            os.close(self._fd)
+    def _no_row(self, cut: bool) -> None:
+        if cut and self.unfinished:
+            self.torn = self.number
+            return
+        self.damaged.append(self.number)
+        if cut:
+            self._cut.append(self.number)
+        else:
+            self.strange.append(self.number)
 
 
-def lock_module() -> Any:
-    """The module that locks files: fcntl, on Windows msvcrt."""
-    try:
-        import fcntl as locks
-    except ImportError:
-        with contextlib.suppress(ImportError):
-            import msvcrt as locks  # type: ignore[no-redef]
-            return locks
-        raise
-    return locks
-
-
-def lock_file(descriptor: int, locks: Any) -> None:
-    """Take the writer's lock of an open file, without waiting; BlockingIOError when another process has it."""
-    if hasattr(locks, "flock"):
-        locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
-        return
-    os.lseek(descriptor, 1 << 40, os.SEEK_SET)          # far beyond the rows: a locked byte cannot be read by others
-    try:
-        locks.locking(descriptor, locks.LK_NBLCK, 1)
-    except OSError:
-        raise BlockingIOError("locked")
+def row_at(ledger: IO[bytes], offset: int) -> Dict[str, Any]:
+    """The row that begins at this byte."""
+    ledger.seek(offset)
+    return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
 
 
 # ####################################################################################################################
@@ -1997,6 +1758,299 @@ class Settings(NamedTuple):
     batch_column: str = ""
     rubric_column: Optional[str] = None
     columns: Pairs = ()                         # (column, field)
+
+
+# ==================================================================================================
+# LEDGER AND STATE.  The only memory.  A row is written before its effect is visible; State is a fold
+# over rows, and the same fold serves the append and the reading.
+# ==================================================================================================
+
+FROZEN, ANSWERED, QUARANTINED, TAKEN = 1, 2, 4, 8       # what State remembers of a text
+
+
+def is_demo(model: str) -> bool:
+    """Whether a model, by its name, gives demo answers: one ledger never holds these and real ones."""
+    return model.split(":")[0] == "demo"
+
+
+class OpenBatch(NamedTuple):
+    """A batch that failed and is not settled: what plan was told, to be told again by the next run."""
+
+    ids: Tuple[str, ...]
+    size: int
+    left: Set[str]                                              # ids that no row of it has settled
+    codes: Dict[Tuple[Tuple[str, ...], int], str]               # (ids, attempt) -> verdict
+
+
+class Frozen(NamedTuple):
+    """The input as the first pass found it."""
+
+    rows: int
+    items: int
+    skipped: int                # bad rows left out under --skip-bad
+
+
+class State:
+    """What is frozen, answered and quarantined, for one task and arm: a fold over the rows of a ledger.
+
+    `status` maps key_of(digest) to flags, for the texts of the input and of the ledger alike; beside
+    it only the batches that are not settled are kept.  A run marks there, too, what it has TAKEN up.
+    """
+
+    def __init__(self, task: Task, arm: Optional[int] = None, frozen: Iterable[int] = ()) -> None:
+        self.task, self.arm = task, arm
+        self.status: Dict[int, int] = dict.fromkeys(frozen, FROZEN)
+        self.open: Dict[str, OpenBatch] = {}                    # by batch_id
+        self.answered_by: Counter[Tuple[str, int]] = collections.Counter()  # (model, size) -> items
+        self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()  # (stage, task) -> answers
+        self.conflicts = 0                      # accepted again with another row; the first counts
+        self.sizes: Optional[List[int]] = None  # of the task's trial on the ledger
+        self.singles: Counter[str] = collections.Counter()  # model -> single first calls in any arm
+        self.demo: Optional[bool] = None        # whether the ledger holds demo answers or real ones
+        self._models: Dict[str, str] = {}       # run -> model asked for
+
+    def apply(self, row: Mapping[str, Any]) -> List[int]:
+        """Take in one row, appended or read; the keys of the items it settled."""
+        if row["event"] == "run":
+            self._models[row["run"]] = row["model"]
+            self.demo = is_demo(row["model"])
+            if row["fingerprint"] == self.task.fingerprint and "arms" in row:
+                self.sizes = row["arms"]
+        if row["event"] not in ("attempt", "quarantine"):
+            return []
+        mine = row["task"] == self.task.fingerprint
+        if mine and row["event"] == "attempt" and not row["fallback"] and row["size"] == row["attempt"] == 1:
+            self.singles[self._models.get(row["run"], "?")] += 1
+        if row.get("arm") != self.arm:
+            return []
+        if mine:
+            return self._attempt(row)
+        self.other_tasks[row["stage"], row["task"]] += len(row.get("answers", ()))
+        return []
+
+    def _attempt(self, row: Mapping[str, Any]) -> List[int]:
+        settled: List[int] = []
+        accepted = row["verdict"] == "ok"
+        final = accepted or "quarantined" in row
+        for sha in row["text_sha"] if final else ():
+            key = key_of(sha)
+            flags = self.status.get(key, 0)
+            if flags & ANSWERED:
+                self.conflicts += accepted
+                continue
+            settled.append(key)
+            self.status[key] = (flags & ~QUARANTINED) | (ANSWERED if accepted else QUARANTINED)
+        if accepted:
+            self.answered_by[self._models.get(row["run"], "?"), row["size"]] += len(settled)
+        if not accepted or row["batch_id"] in self.open:
+            self._note_open(row, final)
+        return settled
+
+    def _note_open(self, row: Mapping[str, Any], final: bool) -> None:
+        """Remember a failed batch and what its calls came to, until its own rows have settled it."""
+        name, ids = row["batch_id"], tuple(row["batch"])
+        if name not in self.open and (row["fallback"] or final):
+            return                              # the batch is settled, or this call settles all of it
+        opened = self.open.setdefault(name, OpenBatch(ids, row["size"], set(ids), {}))
+        # What is in quarantine is not asked again, whatever attempts today's policy has left.
+        opened.codes[ids, row["attempt"]] = REJECTED if "quarantined" in row else row["verdict"]
+        if final:
+            opened.left.difference_update(ids)
+            if not opened.left:
+                del self.open[name]
+
+    def freeze(self, rows: Iterable[Row]) -> Tuple[int, int]:
+        """Mark the texts of the input, and count (rows, items).  Equal texts are one item."""
+        count = 0
+        for row in rows:
+            count += 1
+            key = key_of(text_digest(row.text))
+            self.status[key] = self.status.get(key, 0) | FROZEN
+        return count, self.count(FROZEN)
+
+    def collision(self, id_length: int) -> Optional[str]:
+        """An id that two different texts share, or None."""
+        cut, keys = itertools.repeat(4 * (32 - id_length)), sorted(self.status)
+        ids = map(operator.rshift, keys, cut)           # as iterators: a million ids are not held
+        for name, other in zip(ids, map(operator.rshift, itertools.islice(keys, 1, None), cut)):
+            if name == other:
+                return "%0*x" % (id_length, name)
+        return None
+
+    def digest(self, id_length: int) -> str:
+        """The ids_digest of the frozen items."""
+        keys = sorted(key for key, flags in self.status.items() if flags & FROZEN)
+        return ids_digest("%0*x" % (id_length, key >> 4 * (32 - id_length)) for key in keys)
+
+    def count(self, any_of: int) -> int:
+        """How many items of the input carry any of these flags."""
+        tally = collections.Counter(self.status.values())
+        return sum(count for flags, count in tally.items() if flags & FROZEN and flags & any_of)
+
+
+def settled_places(paths: Sequence[str], task: Task) -> List[Dict[int, int]]:
+    """For each ledger, the offset of the row that settled a text of a task, by key_of(digest).
+
+    Each text stands in one of them alone.  HarnessError: two ledgers hold two answers for one text.
+    """
+    places: List[Dict[int, int]] = []
+    for path in paths:
+        mine, state, log = {}, State(task), Log(path)  # type: Dict[int, int], State, Log
+        for row in log:
+            mine.update(dict.fromkeys(state.apply(row), log.offset))
+        for other, theirs in zip(paths, places):
+            for key in mine.keys() & theirs.keys():
+                left, old = _settled_at(other, theirs[key], key)
+                right, new = _settled_at(path, mine[key], key)
+                if left == right == "answered" and _sorted_json(old) != _sorted_json(new):
+                    raise HarnessError(
+                        "item %s has the answer %s in %s and %s in %s; leave one of them out"
+                        % (("%032x" % key)[:ID_LENGTH], shown(old), other, shown(new), path))
+                if left == "answered":
+                    del mine[key]
+                else:
+                    del theirs[key]
+        places.append(mine)
+    return places
+
+
+def _settled_at(path: str, offset: int, key: int) -> Tuple[str, Any]:
+    with open(path, "rb") as ledger:
+        return settled_as(row_at(ledger, offset), "%032x" % key)
+
+
+LOCKED: Set[int] = set()        # descriptors of the ledgers that this process writes
+
+
+def let_go() -> None:
+    """In a child: the lock is its parent's, and would outlive the parent with this descriptor."""
+    while LOCKED:
+        os.close(LOCKED.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=let_go)
+
+
+class Ledger:
+    """One append-only file of rows, one writer at a time.  Read `rows` to their end before `append`.
+
+    `append` writes a whole line, with one write where the disk takes it, and only then may the row
+    take effect.  After a write has failed the next append first closes off the torn line, so that
+    space made meanwhile saves what comes.  `astray` once its name leads to another file, or a part of
+    it is gone.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path, self.log = path, Log(path)
+        self._seq = self._crc = 0
+        self._unfinished = self._dirty = self.astray = False
+        self._rescue = "%s.rescued-%d" % (path, time.time())
+        if os.path.exists(path) and not os.path.isfile(path):
+            raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
+        locks = lock_module()                   # before the file is made: where there is none, no file is left
+        mode = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self._fd = os.open(path, mode, 0o666)
+        except OSError as error:
+            raise HarnessError("cannot write the ledger %s: %s; name another with --ledger"
+                               % (path, error.strerror))
+        try:
+            lock_file(self._fd, locks)
+            self._size = os.fstat(self._fd).st_size
+        except OSError as error:
+            os.close(self._fd)
+            if isinstance(error, BlockingIOError):
+                raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
+            raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
+        LOCKED.add(self._fd)
+
+    def rows(self) -> Iterator[Dict[str, Any]]:
+        """Every row, in order; HarnessError when the file holds no ledger."""
+        self.log = log = Log(self.path)
+        yield from log
+        self._seq, self._crc, self._unfinished = log.number, log.crc, log.unfinished
+
+    def append(self, parts: Tuple[str, str]) -> None:
+        """Write a row, given as row_parts, as one line.  OSError: it is not written and has no effect."""
+        line = (', "seq": %d, "prev": "%08x"' % (self._seq + 1, self._crc)).join(parts).encode("utf-8")
+        before = b"\n" if self._unfinished else b""             # closes off a line that was torn
+        data, written = before + line + b"\n", 0
+        try:
+            while written < len(data):          # a full disk takes a part; the next write says why
+                written += os.write(self._fd, data[written:])
+        except OSError:
+            if written < len(data) - 1:         # else the row is there, and only its newline is not
+                raise
+        finally:
+            self._size += written
+            there = data[len(before):written].rstrip(b"\n")
+            if written:
+                self._dirty, self._unfinished = True, bool(there) and written < len(data)
+            if there:
+                self._seq, self._crc = self._seq + 1, binascii.crc32(there)
+
+    def sync(self) -> None:
+        """Put what was appended on the disk; OSError: the disk refuses, or the file was meddled with."""
+        dirty, self._dirty = self._dirty, False
+        if dirty:
+            os.fsync(self._fd)
+        mine, same = os.fstat(self._fd), False
+        with contextlib.suppress(FileNotFoundError):
+            same = os.path.samestat(os.stat(self.path), mine)
+        words = ""
+        if not same:
+            if dirty or not self.astray:
+                self._save()
+            words = ("another program has removed, renamed or replaced it; all of its rows are saved in %s, "
+                     "move that back" % self._rescue)
+        elif mine.st_size < self._size:
+            words = ("another program has cut it from %d to %d bytes; go back to a copy of it, or what is "
+                     "gone is asked again" % (self._size, mine.st_size))
+        if words:
+            self.astray = True
+            raise OSError(errno.EIO, words, self.path)
+
+    def _save(self) -> None:
+        """Copy what this process has written and read, whose name is gone, to a file beside it."""
+        os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+        with open(self._fd, "rb", closefd=False) as rows, open(self._rescue, "wb") as file:
+            rows.seek(0)
+            file.writelines(rows)
+
+    def close(self) -> None:
+        """Let another process in, after what was appended is on the disk."""
+        try:
+            if self._dirty:
+                self.sync()
+        finally:
+            LOCKED.discard(self._fd)
+            os.close(self._fd)
+
+
+def lock_module() -> Any:
+    """The module that locks files: fcntl, on Windows msvcrt."""
+    try:
+        import fcntl as locks
+    except ImportError:
+        with contextlib.suppress(ImportError):
+            import msvcrt as locks  # type: ignore[no-redef]
+            return locks
+        raise
+    return locks
+
+
+def lock_file(descriptor: int, locks: Any) -> None:
+    """Take the writer's lock of an open file, without waiting; BlockingIOError: another process has it."""
+    if hasattr(locks, "flock"):
+        locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
+        return
+    os.lseek(descriptor, 1 << 40, os.SEEK_SET)      # far beyond the rows: a locked byte cannot be read
+    try:
+        locks.locking(descriptor, locks.LK_NBLCK, 1)
+    except OSError:
+        raise BlockingIOError("locked")
 
 
 # ====================================================================================================================
@@ -4937,7 +4991,8 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     state, left = JobState(), 0
     with contextlib.ExitStack() as stack:
         ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-        ledger.replay(state.apply)
+        for row in ledger.rows():
+            state.apply(row)
         jobs = [job for job in state.jobs.values()
                 if job.intent.get("engine") == "file" and job.intent["run"] in state.runs]
         path, ends = copied(options.files, options.ledger)
@@ -4984,7 +5039,8 @@ def recorders(options: Settings, ledger: Ledger, state: JobState,
         answers = states.get(run["fingerprint"])
         if answers is None:
             answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
-            ledger.replay(answers.apply)
+            for row in ledger.rows():
+                answers.apply(row)
         model = Model(run["model"], "", endpoint, jobs=post)
         pending = Pending(Sample(options.ledger, []), answers, 1, options)
         yield Runner(answers.task, model, [pending], options._replace(workers=1)), job
@@ -5309,17 +5365,18 @@ class Reading:
 
     def read(self, ledger: str) -> None:
         """Take in one ledger."""
-        history = replay(ledger, functools.partial(self._take, ledger))
-        self.damaged[ledger] = history.damaged
-        self.broken[ledger] = history.broken
+        log = Log(ledger)
+        for row in log:
+            self._take(log, row)
+        self.damaged[ledger] = log.damaged
+        self.broken[ledger] = log.broken
 
-    def _take(self, ledger: str, line: Line) -> None:
-        row = line.row or {}
+    def _take(self, log: Log, row: Dict[str, Any]) -> None:
         if row["event"] == "run":
             self.runs[row["run"]] = row
         elif row["event"] in ("attempt", "quarantine"):
-            self._model(ledger, line.number, row)
-            self._attempt(self.group_of(ledger, row), row)
+            self._model(log.path, log.number, row)
+            self._attempt(self.group_of(log.path, row), row)
         elif row["event"] == "failure":
             self.failures["429"] += row.get("coalesced", 0)     # waits without a row of their own
             if "batch" in row:
@@ -6051,8 +6108,7 @@ def raw_answers(reading: Reading, keys: Set[int], held: Set[Place]) -> Tuple[
     answers: Dict[Tuple[Group, int], str] = {}
     last: Dict[Place, Mapping[str, Any]] = {}
 
-    def take(ledger: str, line: Line) -> None:
-        row = line.row or {}
+    def take(ledger: str, row: Mapping[str, Any]) -> None:
         if row["event"] != "attempt":
             return
         for sha, name in zip(row.get("text_sha", ()), row["batch"]):
@@ -6064,7 +6120,8 @@ def raw_answers(reading: Reading, keys: Set[int], held: Set[Place]) -> Tuple[
                 last[place] = row
 
     for ledger in {group.ledger for group in reading.groups}:
-        replay(ledger, functools.partial(take, ledger))
+        for row in Log(ledger):
+            take(ledger, row)
     return answers, last
 
 
@@ -6155,22 +6212,12 @@ def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, D
     touching: List[Touching] = []
     runs: Dict[str, Dict[str, Any]] = {}
 
-    def search(line: Line) -> None:
-        row = line.row or {}
+    for row in Log(path):
         batch = row.get("batch", ())
         for name, key in zip(batch, row.get("sources") or [None] * len(batch)):
             own = key is not None and wanted in (str(key), encode(key))
             if own or (len(wanted) > 3 and name.startswith(wanted.lower())):
                 names[name] = None
-
-    def take(line: Line) -> None:
-        row = line.row or {}
-        if row["event"] == "run":
-            runs[row["run"]] = row
-        named = row.get("batch") or [name for word in OUTCOMES for name in row.get(word, ())]
-        if any(found[0].startswith(name) or name.startswith(found[0]) for name in named):
-            touching.append((line.number, row))
-    replay(path, search)
     found = [name for name in names if name == wanted] or list(names)
     if len({name[:min(map(len, found))] for name in found}) == 1:       # one text, under ids of several lengths
         found = [max(found, key=len)]
@@ -6180,7 +6227,13 @@ def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, D
     if len(found) > 1:
         raise HarnessError("%s names %d items on %s; choose one of %s" % (
             shown(wanted), len(found), path, ", ".join(found[:MAX_REPORTED])))
-    replay(path, take)
+    log = Log(path)
+    for row in log:
+        if row["event"] == "run":
+            runs[row["run"]] = row
+        named = row.get("batch") or [name for word in OUTCOMES for name in row.get(word, ())]
+        if any(found[0].startswith(name) or name.startswith(found[0]) for name in named):
+            touching.append((log.number, row))
     return found[0], touching, runs
 
 
@@ -6252,16 +6305,12 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
     """The task whose answers to take; HarnessError names all of them where more than one fits."""
     tasks: Dict[str, Task] = {}
     answered: Counter[str] = collections.Counter()
-
-    def take(line: Line) -> None:
-        row = line.row or {}
+    for row in itertools.chain.from_iterable(map(Log, paths)):
         if row["event"] == "run":
             with contextlib.suppress(HarnessError):         # a row that was edited by hand
                 tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
         elif row["event"] == "attempt" and row.get("arm") is None:          # a trial's answers are for comparison
             answered[row["task"]] += len(row.get("answers", ()))
-    for path in paths:
-        replay(path, take)
     fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
     fitting = [t for t in fitting if answered[t.fingerprint]] or fitting
     if len(fitting) != 1:
@@ -6283,20 +6332,21 @@ def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -
         files = [stack.enter_context(open(path, "rb")) for path in paths]
 
         @functools.lru_cache(maxsize=1)                     # neighbours in the input often share a batch
-        def settling(place: int) -> Dict[str, Any]:
-            return row_of(files[place % len(files)], place // len(files))
+        def settling(ledger: int, offset: int) -> Dict[str, Any]:
+            return row_at(files[ledger], offset)
         for number, row in enumerate(source.rows(), 1):
             out: Dict[str, Any] = dict.fromkeys(EXPORT_COLUMNS)
             out.update(row=number, id=row.key or "null", status="skipped")
             if row.error is None:
                 sha = text_digest(row.text)
-                place = places.get(key_of(sha))
+                key = key_of(sha)
+                place = next(((n, offsets[key]) for n, offsets in enumerate(places) if key in offsets), None)
                 out.update(status="pending", item=sha[:id_length], text=row.text, rubric_version=task.rubric_version,
                            text_sha256=hashlib.sha256(row.text.encode("utf-8")).hexdigest())
                 if place is not None:
-                    settled = settling(place)
+                    settled = settling(*place)
                     out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")})
-                    out["status"], out["answer"] = standing(settled, sha)
+                    out["status"], out["answer"] = settled_as(settled, sha)
                     if settled["verdict"] != "ok":
                         out.update(verdict=settled["verdict"], detail=settled.get("detail"))
             yield out
@@ -6483,12 +6533,10 @@ class Auditor:
         self._heads: Dict[str, str] = {}                            # run -> how its prompts begin
         self._batches: Dict[str, List[str]] = {}                    # batch_id -> ids of a batch that failed
 
-    def take(self, line: Line) -> None:
+    def take(self, number: int, row: Dict[str, Any]) -> None:
         """Check one line."""
-        row = line.row or {}
-
         def fault(words: str) -> None:
-            self.faults.append("%s:%d: %s" % (self.path, line.number, words))
+            self.faults.append("%s:%d: %s" % (self.path, number, words))
         if row["event"] == "run":
             self._run(row, fault)
         elif row["event"] == "attempt":
@@ -6692,7 +6740,7 @@ class Auditor:
             if isinstance(name, str):
                 self.numbers[kind, name].take(items, news)
 
-    def settle(self, history: History) -> None:
+    def settle(self, history: Log) -> None:
         """What shows only when all is read."""
         known = {**dict.fromkeys(history.damaged, "the line is damaged"),
                  **dict.fromkeys(history.strange, "it is whole JSON and no row: edited, or of another version"),
@@ -6704,7 +6752,7 @@ class Auditor:
                 len(history.closed), ", ".join(map(str, history.closed[:MAX_REPORTED]))))
         if history.torn is not None:
             self.notes.append("the last line (%d) is cut or garbage; the next run closes it off" % history.torn)
-        if not history.lines:
+        if not history.number:
             self.notes.append("the ledger is empty")
         self._inputs()
         for (kind, name), numbers in self.numbers.items():
@@ -6757,7 +6805,10 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
     unchecked: Counter[str] = collections.Counter()
     for path in each_once(options.ledgers):
         auditor = Auditor(path, texts)
-        auditor.settle(replay(path, auditor.take))
+        log = Log(path)
+        for entry in log:
+            auditor.take(log.number, entry)
+        auditor.settle(log)
         faults += auditor.faults
         checked += auditor.checked
         unchecked += auditor.unchecked
@@ -6919,25 +6970,22 @@ def quoted(name: str) -> str:
 def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, Change]:
     """Every answer that stands for a task, by the 32 digits of its text, each derived from its reply again."""
     found: Dict[str, Change] = {}
-    state = State(task)
-
-    def take(line: Line) -> None:
-        row = line.row or {}
+    state, log = State(task), Log(path)
+    for row in log:
         settled = set(state.apply(row))
         if row["event"] == "attempt" and row["verdict"] == "ok" and settled:
             proof = rederived(row, task)
             if proof.code != "ok" or proof.answers != row["answers"]:
                 raise HarnessError("%s:%d: its answers are not those of its reply; nothing was applied, see `audit`" % (
-                    path, line.number))
+                    path, log.number))
             sources = row.get("sources") or [None] * len(row["batch"])
             for sha, name, source in zip(row["text_sha"], row["batch"], sources):
                 if key_of(sha) in settled:
-                    _, answer = standing(row, sha)
+                    _, answer = settled_as(row, sha)
                     fields = {"answer": answer} if task.bare else answer
                     values = tuple(as_cell(fields[field], name) for field in columns.values())
                     found[sha] = Change(name, values, "%s/%s/%s" % (row["run"], row["batch_id"], name),
                                          None if source is None else str(source))
-    replay(path, take)
     return found
 
 
@@ -7044,8 +7092,7 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     with contextlib.ExitStack() as stack:
         ledger = None if options.dry_run else stack.enter_context(contextlib.closing(Ledger(options.ledger)))
         known: Dict[str, str] = {}                      # item -> its last outcome on the ledger
-
-        def take(row: Mapping[str, Any]) -> None:
+        for row in ledger.rows() if ledger is not None else Log(options.ledger):
             if row["event"] == "apply" and row["target"] == target:
                 mine = row["task"] == task.fingerprint
                 news = {name: word for word in OUTCOMES for name in row.get(word, [])}
@@ -7054,10 +7101,6 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
                 else:                                   # another task has written these columns since
                     for name in row.get("applied", []):
                         known.pop(name, None)
-        if ledger is not None:
-            ledger.replay(take)
-        else:
-            replay(options.ledger, lambda line: take(line.row or {}))
         applier: Optional[Applier] = None
         try:
             base = stack.enter_context(contextlib.closing(open_database(options)))
@@ -7347,7 +7390,7 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
     if options.command == "emit":
         check_target(options.file)
     if options.baseline is not None:
-        replay(options.baseline, lambda line: None)         # refused here, before anything is made, where it is none
+        collections.deque(Log(options.baseline), 0)         # refused here, before anything is made, where it is none
     sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
     with contextlib.ExitStack() as stack:
         source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task, sizes[0][0])
@@ -7371,9 +7414,11 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
             jobs.apply(row)
         if not options.dry_run:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-            ledger.replay(take)
+            for row in ledger.rows():
+                take(row)
         elif os.path.exists(options.ledger):
-            replay(options.ledger, lambda line: take(line.row or {}))
+            for row in Log(options.ledger):
+                take(row)
         if len(state.status) > known:                           # the ledger has brought other texts
             check_collision(source, state, options.id_length)
         check_ledger(options, model, state)
@@ -7469,7 +7514,7 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
 def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
-    damaged, torn = ledger.history.damaged, ledger.history.torn
+    damaged, torn = ledger.log.damaged, ledger.log.torn
     if damaged:
         say("%s: %d damaged lines skipped (%s); what they held is asked again" % (
             ledger.path, len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED]))))
@@ -7530,7 +7575,8 @@ def say_baseline(state: State, task: Task, model: Model, options: Settings, say:
     """Say when nothing on the ledger, or on the one named as baseline, shows what the model does at size 1."""
     base = State(task)
     if options.baseline is not None and not os.path.samefile(options.baseline, options.ledger):
-        replay(options.baseline, lambda line: base.apply(line.row or {}))
+        for row in Log(options.baseline):
+            base.apply(row)
     singles = state.singles[model.name] + base.singles[model.name]
     if singles < BASELINE:
         say("no baseline: %d of %d single calls of this task and model; `trial` tells whether size %d is safe, and "
