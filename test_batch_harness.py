@@ -1779,10 +1779,13 @@ def slow(pause, action):
     return act
 
 
-GOOD, MESSAGE = completion("GOOD"), message("GOOD")     # the endpoint puts a good text for "GOOD"
+def good(handler):
+    """A good reply of the form that is asked; the endpoint puts a good text for "GOOD"."""
+    body = message if "/messages" in handler.path else completion
+    handler.answer(200, body("GOOD"))
 
 
-def at(when, action, good=GOOD):
+def at(when, action):
     """A script: `action` at calls of these numbers or for prompts that match, else a good reply."""
     def script(prompt, number):
         hit = re.search(when, prompt) if isinstance(when, str) else number in when
@@ -1942,19 +1945,19 @@ class Models(EndpointCase):
         options = '--batch-size 3 --max-tokens 99 --param stop=["x"] --model %s:some/model:7b'
         for name, row in bh.PROVIDERS.items():
             with self.subTest(provider=name):
-                path, good, more = "/v1/chat/completions", GOOD, {"stream": False}
+                path, more = "/v1/chat/completions", {"stream": False}      # some stream unless told
                 seen = ("served-1", 40, 9, "stop", "req-1")
                 if name == "anthropic":
-                    path, good, more = "/v1/messages", MESSAGE, {}
+                    path, more = "/v1/messages", {}
                     seen = ("served-2", 45, 9, "end_turn", "req-1")
-                went = self.scene(at((), 0, good), 3, options % name, (0, 1, 3, 0))
+                went = self.scene(None, 3, options % name, (0, 1, 3, 0))
                 self.assertIn("texts go to " + went.server.base[:-3], went.err)
                 [(place, headers, body)] = went.requests
                 [asked] = body["messages"]
                 self.assertEqual((place, set(asked), asked["role"]), (path, {"role", "content"}, "user"))
                 self.assertEqual(body, {
                     **row.defaults, row.limit: 99, "stop": ["x"], "model": "some/model:7b",
-                    "messages": [asked], **more})       # some gateways stream unless told
+                    "messages": [asked], **more})
                 header, _, value = (row.header % KEY).partition(": ")
                 self.assertEqual(headers.get(header), value if row.key else None)
                 self.assertEqual(headers["Content-Type"], "application/json")
@@ -1962,7 +1965,7 @@ class Models(EndpointCase):
                 self.assertEqual(tuple(went.rows[0][name] for name in names), seen)
 
     def test_the_messages_api_is_asked_under_a_version_whatever_ends_its_url(self):
-        server = self.serve(at((), 0, MESSAGE))
+        server = self.serve()
         bare = server.base[:-3]
         for ending, version, more in (
                 ("/v1", "2026-10-21", {}), ("/v1/", "2026-10-21", {}),
@@ -2102,7 +2105,7 @@ class Models(EndpointCase):
                     self.assertNotIn(secret, err)
 
     def test_a_retry_may_have_other_parameters_and_every_row_says_what_was_sent(self):
-        actions = [completion("["), slow(0.02, 400), GOOD]
+        actions = [completion("["), slow(0.02, 400), good]
         went = self.play(lambda prompt, number: actions[number - 1], 2,
                          "--max-tokens 100 --retry-param max_completion_tokens=400")
         limits = [body["max_completion_tokens"] for _, _, body in went.requests]
@@ -2308,8 +2311,7 @@ anthropic | 404 | {"type": "error", "error": {"type": "not_found_error"}} | chec
             for first in (1, 2):
                 with self.subTest(provider=name, action=action, first=first):
                     action = (*action[:2], {"Location": "http://127.0.0.1:1/"})
-                    good = MESSAGE if name == "anthropic" else GOOD
-                    went = self.scene(at([first], action, good), 3, self.PARAM % name,
+                    went = self.scene(at([first], action), 3, self.PARAM % name,
                                       (3, first, first - 1, 0), words)
                     [detail] = [row["detail"] for row in went.failures]
                     self.assertIn(words, detail)
@@ -2340,9 +2342,8 @@ anthropic | 413 | <html> |""")
     def test_a_refused_content_is_a_verdict_on_its_item(self):
         for name, action, _ in self.REJECTS:
             with self.subTest(provider=name, action=action):
-                good = MESSAGE if name == "anthropic" else GOOD
-                went = self.scene(at("number 3", action, good), 6,
-                                  self.PARAM % name + "--batch-size 2", (1, 5, 5, 1))
+                options = self.PARAM % name + "--batch-size 2"
+                went = self.scene(at("number 3", action), 6, options, (1, 5, 5, 1))
                 self.assertEqual([(row["verdict"], len(row["batch"])) for row in went.rows], [
                     ("ok", 2), ("rejected", 2), ("ok", 1), ("rejected", 1), ("ok", 2)])
                 self.assertEqual(went.failures, [])
@@ -2389,9 +2390,8 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
             with self.subTest(provider=name, action=action):
                 if isinstance(action, tuple) and len(action) == 2:      # 402 is final unless it says when
                     action = (*action, {"Retry-After": "0.01"})
-                good = MESSAGE if name == "anthropic" else GOOD
-                went = self.scene(at((2, 4), action, good), 6,
-                                  self.PARAM % name + "--batch-size 2", (0, 5, 6, 0))
+                options = self.PARAM % name + "--batch-size 2"
+                went = self.scene(at((2, 4), action), 6, options, (0, 5, 6, 0))
                 self.assertEqual([(row["attempt"], len(row["batch"]), row["verdict"])
                                   for row in went.rows], [(1, 2, "ok")] * 3)
                 for row in went.failures:
@@ -2438,18 +2438,19 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
                    (3, 1, 0, 0), "asks to wait 5[34]")
 
     def test_a_wait_beyond_all_patience_ends_the_run(self):
-        for wait, options, words in (
-                ("86400", "", "asks to wait 86400 s"), ("60", "--deadline 30s", "asks to wait 6"),
-                ("60", "--max-calls 1", "--max-calls 1 is reached"),
-                ("99999999999999999999", "--deadline 1h", "asks to wait"),
-                ("100000000000000000", "--deadline 1h", "asks to wait"),
-                ("3600.5", "--deadline 1h", "asks to wait")):
+        for wait, options, words in table("""
+                86400                |                | asks to wait 86400 s
+                60                   | --deadline 30s | asks to wait 6
+                60                   | --max-calls 1  | --max-calls 1 is reached
+                99999999999999999999 | --deadline 1h  | asks to wait
+                100000000000000000   | --deadline 1h  | asks to wait
+                3600.5               | --deadline 1h  | asks to wait"""):
             self.scene(at("", (429, b"", {"Retry-After": wait})), 2, options, (3, 1, 0, 0), words)
 
     def test_waits_are_reported_as_what_they_were(self):
         wait = slow(0.1, (429, b"", {"Retry-After": "0.3"}))
         for count, last, words in ((8, [503], "429 4, 503 1"), (6, [wait, wait], "429 6")):
-            actions = [wait] * 4 + last + [GOOD] * 8
+            actions = [wait] * 4 + last + [good] * 8
             calls = count + 4 + len(last)
             self.scene(lambda prompt, number: actions[number - 1], count, "--workers %d" % (
                 calls - count - last.count(503)), (0, calls, count, 0),
@@ -2461,7 +2462,7 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
 
         def script(prompt, number):
             if opens and time.monotonic() >= opens[0]:
-                return GOOD
+                return good
             opens.append(time.monotonic() + 1.0)
             return 429, b"", {"Retry-After": "1"}
         went = self.play(script, 12, "--workers 4 --batch-size 2")
@@ -2474,43 +2475,51 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
 
     # ---- when a run ends early ----
 
-    EXPIRED = error(400, "Your balance is too low.", type="invalid_request_error")
-    CONTEXT = error(500, "Context size has been exceeded.")
-    BLOCKED = completion("", choices=[{"message": {}, "finish_reason": "content_filter"}])
-    TWENTY = "stopped early: 20 calls brought no acceptable reply, as for item [0-9a-f]{12}: "
-    WRONG = ("bad_value .*the reply begins: .*Positive.*most often: .answer. breaks enum: "
-             ".Positive. 20; change the labels")
-    SCENES = [          # script; items; options; exit, calls, answered, quarantined; words
-        (at("number 0", 400), 4, "", (1, 4, 3, 1)),         # before any call has succeeded
-        (at("number 2", CONTEXT), 6, "--batch-size 3", (1, 5, 5, 1)),
-        (at("number (4|9|14)<", 413), 15, "--batch-size 5", (1, 18, 12, 3)),
-        (at("number (4|9|14)<", 400), 15, "--batch-size 5", (1, 18, 12, 3)),
-        (at("number (4|9|14)<", 413), 15, "--batch-size 5 --workers 4", (1, 18, 12, 3)),
-        (at("number (4|9|14)<", 400), 15, "--batch-size 5 --workers 4", (1, 18, 12, 3)),
-        (at("", completion("")), 30, "", (3, 20, 0, 0),
-         TWENTY + "empty_reply .*; the endpoint or the model may be down"),
-        (at("", error(400, "no")), 30, "", (3, 20, 0, 0),
-         TWENTY + "rejected .HTTP 400: no.; .*check the account"),
-        (lambda prompt, number: completion(reply_to_prompt(prompt, "Positive")), 30,
-         "--labels good,bad", (3, 20, 0, 0), TWENTY + WRONG),
-        (at("", completion("")), 20, "--keep-going", (1, 40, 0, 20)),
-        (at("", 400), 20, "--keep-going", (1, 20, 0, 20)),
-        (at("", completion("no")), 9, "", (1, 18, 0, 9)), (at("", 400), 9, "", (1, 9, 0, 9)),
-        (at(range(4, 99), EXPIRED), 80, "", (3, 53, 3, 0),
-         "50 calls in a row brought no acceptable reply.*Your balance is too low"),
-        (at(range(61), error(400, code="content_filter")), 65, "", (1, 65, 5, 60)),
-        (at(range(61), BLOCKED), 65, "", (1, 65, 5, 60)),
-        (at(range(2, 99), 503), 5, "", (3, 11, 1, 0), "failed 10 times in a row: HTTP 503"),
-        (at("number 4<", 500), 6, "--batch-size 3", (3, 23, 5, 0),      # when nothing else is left
-         "1 items got no reply after 10 tries, such as " + bh.item_id("text number 4"))]
+    # When; status; body; items; options; exit code, calls, items answered, quarantined; words.
+    SCENES = table("""
+number 0 | 400 | | 4 | | 1 4 3 1 |
+number 2 | 500 | {"error": {"message": "Context size has been exceeded."}} | 6 | --batch-size 3
+  | 1 5 5 1 |
+number .*[49]< | 413 | | 15 | --batch-size 5 | 1 18 12 3 |
+number .*[49]< | 400 | | 15 | --batch-size 5 | 1 18 12 3 |
+number .*[49]< | 413 | | 15 | --batch-size 5 --workers 4 | 1 18 12 3 |
+number .*[49]< | 400 | | 15 | --batch-size 5 --workers 4 | 1 18 12 3 |
+ | 200 | {"choices": [{"message": {"content": ""}, "finish_reason": "stop"}]} | 30 | | 3 20 0 0
+  | 20 calls brought no acceptable reply, as for item [0-9a-f]{12}: empty_reply .*; the endpoint or the model may be down
+ | 200 | {"choices": [{"message": {"content": "WRONG"}}]} | 30 | --labels good,bad | 3 20 0 0
+  | 20 calls brought no acceptable reply, as for item [0-9a-f]{12}: bad_value
+  .*the reply begins: .*Positive.*most often: .answer. breaks enum: .Positive. 20; change the labels
+ | 400 | {"error": {"message": "no"}} | 30 | | 3 20 0 0 | 20 calls brought no acceptable reply,
+  as for item [0-9a-f]{12}: rejected .HTTP 400: no.; .*check the account
+ | 200 | {"choices": [{"message": {"content": "WRONG"}}]} | 20 | --labels good,bad --keep-going
+  | 1 40 0 20 |
+ | 200 | {"choices": [{"message": {"content": ""}}]} | 20 | --keep-going | 1 40 0 20 |
+ | 400 | {"error": {"message": "no"}} | 20 | --keep-going | 1 20 0 20 |
+ | 200 | {"choices": [{"message": {"content": "no"}}]} | 9 | | 1 18 0 9 |
+ | 400 | | 9 | | 1 9 0 9 |
+4-99 | 400 | {"error": {"message": "Your balance is too low."}} | 80 | | 3 53 3 0
+  | 50 calls in a row brought no acceptable reply.*Your balance is too low
+1-60 | 400 | {"error": {"code": "content_filter"}} | 65 | | 1 65 5 60 |
+1-60 | 200 | {"choices": [{"message": {}, "finish_reason": "content_filter"}]} | 65 | | 1 65 5 60 |
+2-99 | 503 | | 5 | | 3 11 1 0 | failed 10 times in a row: HTTP 503
+number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
+  | 1 items got no reply after 10 tries, such as ITEM4""".replace("\n  ", " ").replace(
+        "ITEM4", bh.item_id("text number 4")))
 
     def test_a_run_ends_as_its_replies_say_and_can_be_taken_up(self):
-        for script, count, options, ends, *words in self.SCENES:
+        for when, status, body, items, options, ends, words in self.SCENES:
+            def script(prompt, number):
+                first, _, last = when.partition("-")
+                hit = int(first) <= number <= int(last) if last else re.search(when, prompt)
+                wrong = json.dumps(reply_to_prompt(prompt, "Positive"))
+                return (int(status), body.replace('"WRONG"', wrong).encode()) if hit else good
+            count, ends = int(items), tuple(map(int, ends.split()))
             with self.subTest(ends=ends, words=words), mock.patch.object(bh, "MAX_BACKOFF", 0.01):
-                went = self.scene(script, count, options, ends, *words)
+                went = self.scene(script, count, options, ends, words or "answered")
+                self.assertEqual("stopped early: " in went.out, went.code == 3)
                 self.assertEqual(self.main("audit")[0], 0)
-                [arm] = json.loads(self.main("report", "--json")[1])["arms"]
-                self.assertEqual(arm["quarantined"], ends[3])
+                arms = json.loads(self.main("report", "--json")[1])["arms"]
+                self.assertEqual(sum(arm["quarantined"] for arm in arms), ends[3])
                 self.assertLessEqual('"quarantined"' in went.said, ends[3] > 0)
                 out = self.ask(self.serve(), count, *options.split())[1]
                 self.assertIn("%d of %d items answered" % (count - ends[3], count)
@@ -2519,11 +2528,11 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
     def test_a_text_that_gets_no_reply_is_left_while_others_go_on(self):
         name = bh.item_id("text number 4")
         with mock.patch.multiple(bh, MAX_FAILURES=3, MAX_BACKOFF=0.01):
-            for options, calls in (("--workers 2", 11), ("--batch-size 3", 9)):
+            for options, calls in (("--workers 2", 11), ("--batch-size 3", 10)):
                 self.scene(at("number 4<", error(500, "Boom.")), 9, options, (3, calls, 8, 0),
                            "1 items got no reply after 3 tries, such as %s .HTTP 500: Boom" % name)
         with mock.patch.object(bh, "MAX_FAILURES", 5):      # those of one call are not another's
-            actions = [GOOD] + [503] * 3 + [completion("no")] + [503] * 4 + [GOOD]
+            actions = [good] + [503] * 3 + [completion("no")] + [503] * 4 + [good]
             self.scene(lambda prompt, number: actions[number - 1], 2, "", (0, 10, 2, 0))
 
     def test_an_endpoint_that_always_answers_401_gets_at_most_workers_calls(self):
@@ -2546,7 +2555,7 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
                 began.wait(10)                              # refused while the fourth call is in flight
                 return 400
             began.set()
-            return slow(0.3, GOOD)
+            return slow(0.3, good)
         self.scene(script, 10, "--workers 4", (1, 10, 7, 3))
 
     def test_an_item_held_back_from_quarantine_begins_anew_beside_its_batch(self):
@@ -2561,12 +2570,12 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
 
     def test_a_connection_is_kept_and_no_request_on_it_is_lost_from_sight(self):
         def closing(handler):
-            handler.act(GOOD)
+            handler.act(good)
             handler.close_connection = True                 # without a word, as idle servers do
 
         def second(action):
             def act(handler):
-                handler.act(GOOD if handler.calls % 2 else action)
+                handler.act(good if handler.calls % 2 else action)
             return act
 
         def broken(handler):
@@ -2591,7 +2600,7 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
     def test_a_reply_that_nobody_waits_for_is_never_taken_for_the_next(self):
         def twice(handler):
             for pause in (0.01, 0.002):
-                slow(pause, GOOD)(handler)
+                slow(pause, good)(handler)
             time.sleep(0.05)
         went = self.play(at("", twice), 6, "--attempts 1")
         self.assertEqual(went.verdicts[0], "ok")
@@ -2760,9 +2769,10 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
                 actions.append((int(status), body.encode(), {"x-request-id": echo}))
             for action in actions:
                 def script(prompt, number):
-                    good = completion(reply_to_prompt(prompt, "ANSWER"))
-                    good = good.replace(b"ANSWER", json.dumps(echo)[1:-1].encode())
-                    return good if number == 1 else action
+                    if number > 1:
+                        return action
+                    body = completion(reply_to_prompt(prompt, "ANSWER"))
+                    return body.replace(b"ANSWER", json.dumps(echo)[1:-1].encode())
                 went = self.play(script, 4, "--max-calls 3", key, "?key=FAKEQUERY-1&v=2026")
                 self.assertIn(went.code, (1, 3))
                 self.assertEqual(went.requests[0][0], "/v1/chat/completions?key=FAKEQUERY-1&v=2026")
@@ -2773,8 +2783,9 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
 
     def test_a_word_that_serves_as_a_key_is_no_secret_in_the_model_string(self):
         def script(prompt, number):
-            good = completion(reply_to_prompt(prompt, "none at all"), model="none-7b")
-            return good if number == 1 else error(404, "key? no")
+            if number > 1:
+                return error(404, "key? no")
+            return completion(reply_to_prompt(prompt, "none at all"), model="none-7b")
         went = self.play(script, 2, "", "none", "?key=FAKE-KEY")
         [row] = went.rows
         self.assertEqual((row["model_string"], list(row["answers"].values())),
@@ -2786,23 +2797,22 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
         def certificate(name, days, subject):
             self.write(name + ".cnf", "subjectAltName=IP:" + subject)
             request = "req -newkey rsa:2048 -nodes -keyout NAME.key -out NAME.req -subj /CN=x"
-            signed = ("x509 -req -in NAME.req -signkey NAME.key -days %d -extfile NAME.cnf "
-                      "-out NAME.pem" % days)
-            for words in (request, signed):
-                subprocess.run(["openssl", *words.replace("NAME", name).split()], check=True,
-                               stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-        for name, days, subject, trusted, words in (
-                ("good", 1, "127.0.0.1", "good", "1 of 1 items answered"),
-                ("other", 1, "127.0.0.9", "other", "write the name it was made for"),
-                ("unsigned", 1, "127.0.0.1", "good", "set SSL_CERT_FILE"),
-                ("late", -1, "127.0.0.1", "late", "expired; check this machine's clock")):
+            sign = "x509 -req -in NAME.req -signkey NAME.key -days DAYS -extfile NAME.cnf -out NAME.pem"
+            for words in (request, sign):
+                words = words.replace("NAME", name).replace("DAYS", days)
+                subprocess.run(["openssl", *words.split()], check=True, capture_output=True)
+        for name, days, subject, trusted, words in table("""
+                good     | 1  | 127.0.0.1 | good.pem  | 1 of 1 items answered
+                other    | 1  | 127.0.0.9 | other.pem | write the name it was made for
+                unsigned | 1  | 127.0.0.1 | good.pem  | set SSL_CERT_FILE
+                late     | -1 | 127.0.0.1 | late.pem  | expired; check this machine's clock"""):
             certificate(name, days, subject)
             server = self.serve()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(name + ".pem", name + ".key")
             server.server.socket = context.wrap_socket(server.server.socket, server_side=True)
             server.base = server.base.replace("http", "https")
-            os.environ["SSL_CERT_FILE"] = trusted + ".pem"
+            os.environ["SSL_CERT_FILE"] = trusted
             self.assertIn(words, self.ask(server, 1, "--ledger", name)[1])
         server.base = server.base.replace("https", "http")      # no TLS where there should be
         self.assertRegex(self.ask(server)[1], "failed 3 times in a row: (no whole|cannot reach)")
@@ -2845,21 +2855,20 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
         self.assertIsNone(self.rows(LEDGER)[0]["model_string"])
 
     def test_a_command_that_fails_or_does_not_end_is_never_an_answer(self):
-        name = bh.item_id("text number 0")
-        answer = "echo '[{\"id\": \"%s\", \"answer\": \"x\"}]'; " % name
-        for command, words in (
-                (answer + "echo log in first; exit 1", "the command ended with 1:.*log in first"),
-                ("no_such_command_at_all", "the command ended with 127"),
-                ("head -c 9000000 /dev/zero", "more than 1 MB"),
-                ("head -c 9000000 /dev/zero >&2", "more than 1 MB"),
-                (answer + "sleep %s & wait" % MARK, "no reply from the command within 0.3 s"),
-                (answer + "sleep %s &" % MARK, "no reply from the command within 0.3 s")):
-            timeout = "0.3" if MARK in command else "5s"
+        answer = "echo '[{\"id\": \"%s\", \"answer\": \"x\"}]'; " % bh.item_id("text number 0")
+        for command, timeout, failures, words in table("""
+                ANSWER echo log in; exit 1      | 5s  | 3 | the command ended with 1:.*log in
+                no_such_command_at_all          | 5s  | 1 | the command ended with 127
+                head -c 9000000 /dev/zero       | 5s  | 1 | more than 1 MB
+                head -c 9000000 /dev/zero >&2   | 5s  | 1 | more than 1 MB
+                ANSWER sleep MARK & wait        | 0.3 | 3 | no reply from the command within 0.3 s
+                ANSWER sleep MARK &             | 0.3 | 3 | no reply from the command within 0.3 s"""):
+            command = command.replace("ANSWER", answer).replace("MARK", MARK)
             with self.subTest(command=command), mock.patch.object(bh, "MAX_REPLY", 1 << 20):
                 code, out, err = self.fresh("cmd:" + command, 1, "--timeout", timeout)
-                self.assertEqual((code, self.rows(LEDGER)), (3, []), out + err)
+                self.assertEqual((code, self.rows(LEDGER), len(self.failures())),
+                                 (3, [], int(failures)), out + err)
                 self.assertRegex(out.replace("\n", " "), words)
-                self.assertEqual(len(self.failures()), 3 if "ended with 1:" in words or MARK in command else 1)
         left = subprocess.run(["ps", "-eo", "args"], stdout=subprocess.PIPE)
         self.assertNotIn(b"sleep " + MARK.encode(), left.stdout)
 
@@ -2905,9 +2914,13 @@ anthropic | 529 | {"type": "error", "error": {"type": "overloaded_error"}} | HTT
                 self.assertEqual(self.main(*words)[0], 0)
 
     def test_a_function_cannot_end_the_run_as_if_it_were_done(self):
-        for body in ("raise SystemExit(0)", "import sys; sys.exit('bye')", "raise KeyboardInterrupt",
-                     "raise GeneratorExit", "raise MemoryError"):
-            code, out, err = self.python(body, 3, "--workers", "2")
+        for body in table("""
+                raise SystemExit(0)
+                import sys; sys.exit('bye')
+                raise KeyboardInterrupt
+                raise GeneratorExit
+                raise MemoryError"""):
+            code, out, err = self.python(body[0], 3, "--workers", "2")
             self.assertEqual((code, self.rows(LEDGER)), (3, []), body)
             self.assertIn("ask raised", out)
 
