@@ -2261,7 +2261,8 @@ anthropic | 200 | {"content": [{"type": "text", "text": "x"}], "usage": null} | 
         hindi = "\u0921\u093f\u0932\u0940\u0935\u0930\u0940 " * 600
         for text, letters, cut in (         # characters a token, as told; whether it was cut
                 (english, 4.9, False), (chinese, 1.8, False), (hindi, 3.6, False),
-                ("short", 5, False), (english, 9, True), (chinese, 2.8, True), (hindi, 6.6, True)):
+                (self.SENTENCE, 9, False),              # short enough for any context
+                (english, 9, True), (chinese, 2.8, True), (hindi, 6.6, True)):
             self.assertEqual(bh.seems_cut(text, int(len(text) / letters)), cut, text[:20])
         told = len(english) / 4.9
         self.assertFalse(bh.seems_cut("!" * 20000 + english, int(told)))
@@ -2719,7 +2720,7 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
             for cut in range(len(response) - last):
                 with self.assertRaises(EOFError):
                     self.read([response[:cut]] if cut else [])
-        for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n",
+        for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/9.9 200\r\n\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n",
                      b"\x15\x03\x01\r\n\r\n", sized.replace(b"2\r", b"-1\r") + b"ab",
                      sized.replace(b"2\r", b"x\r") + b"ab", self.CHUNKED + b"-2\r\nab",
                      self.CHUNKED + b"zz\r\nab", self.CHUNKED + b"\r\nab"):
@@ -2847,7 +2848,7 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
         self.assertEqual(self.play(None).code, 0)
 
     def test_a_proxy_that_refuses_or_drips_ends_the_run_in_one_line(self):
-        proxy = self.serve(at("", (407, b"<html>login", {"Proxy-Authenticate": "Basic"})))
+        proxy = self.serve(at("", (407, b"<html>FAKEPASS", {"Proxy-Authenticate": "Basic"})))
         for scheme, tunnel, words in (
                 ("http", None, "HTTP 407"), ("https", 501, "Tunnel connection failed: 501"),
                 ("https", 403, "the proxy 127.0.0.1 refuses"),
