@@ -2720,7 +2720,8 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
             for cut in range(len(response) - last):
                 with self.assertRaises(EOFError):
                     self.read([response[:cut]] if cut else [])
-        for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/9.9 200\r\n\r\n", b"HTTP/1.1 2x0 OK\r\n\r\n",
+        for junk in (b"SSH-2.0-x\r\n\r\n", b"HTTP/2 200\r\n\r\n", b"HTTP/9.9 200\r\n\r\n",
+                     b"HTTP/1.1 2x0 OK\r\n\r\n",
                      b"\x15\x03\x01\r\n\r\n", sized.replace(b"2\r", b"-1\r") + b"ab",
                      sized.replace(b"2\r", b"x\r") + b"ab", self.CHUNKED + b"-2\r\nab",
                      self.CHUNKED + b"zz\r\nab", self.CHUNKED + b"\r\nab"):
