@@ -6451,348 +6451,396 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
     write_whole(output, functools.partial(write, rows), "--output")
 
 
-# ====================================================================================================================
-# AUDIT AND APPLY.  What a ledger can prove, checked line by line; and the one place where an answer changes a database,
-# after it was derived from its reply once more.  Apply writes label columns, deletes nothing and decides nothing.
-# ====================================================================================================================
+# ==================================================================================================
+# AUDIT AND APPLY.  What a ledger can prove, checked row by row: audit changes nothing.  Apply alone
+# writes answers into a database, each derived from its reply once more; it deletes nothing, and what
+# a person decided stays.
+# ==================================================================================================
 
-def item_numbers(ids: Sequence[str]) -> Optional[List[int]]:
-    """Ids as numbers, the same whatever the length of an id; None where one of them is no id."""
-    if not ids or min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
-        return None
-    return [int(name[:ID_LENGTH], 16) for name in ids]
+# How far an item has come.  What has come one step has come all of those before it.
+SUBMITTED, RETURNED, SET_ASIDE, ACCEPTED = 1, 2, 3, 4
 
+# What a row says of a job's request, where it says it.
+REQUESTED = ("batch", "text_sha", "prompt_sha", "attempt", "fallback", "batch_id", "size")
 
-class Numbers:
-    """The items of one run, job or task, each counted once."""
+NO_LEDGER_SHOWS = (
+    "not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, "
+    "and named its model, finish, tokens and refusals truly; when, and how fast; that no line is "
+    "gone from the end, and the last one is as it was; that nobody wrote the whole chain anew, "
+    "whose CRC-32 anyone can compute")
+NO_INPUT_SHOWS = ("; without --input: that ids and prompts are those of the texts, and sources, "
+                  "items and digest those of the input")
 
-    SUBMITTED, RETURNED, ACCEPTED, SET_ASIDE = 1, 2, 4, 8
-
-    def __init__(self) -> None:
-        self._flags: Dict[int, int] = {}                # item -> what has happened to it
-
-    def take(self, items: Sequence[int], news: int) -> None:
-        """Note what has happened to items."""
-        if self._flags.keys().isdisjoint(items):
-            self._flags.update(dict.fromkeys(items, news))
-        else:
-            self._flags.update({item: self._flags.get(item, 0) | news for item in items})
-
-    def of(self, item: int) -> int:
-        """What has happened to an item, as flags."""
-        return self._flags.get(item, 0)
-
-    def count(self, flag: int, without: int = 0) -> int:
-        """How many items have the one flag, and not the other."""
-        tally = collections.Counter(self._flags.values())
-        return sum(count for flags, count in tally.items() if flags & flag and not flags & without)
-
-    def words(self) -> str:
-        """As a sum, with what has come back and is not settled yet."""
-        accepted, returned = self.count(self.ACCEPTED), self.count(self.RETURNED)
-        quarantined = self.count(self.SET_ASIDE, self.ACCEPTED)
-        unfinished = returned - accepted - quarantined
-        return "submitted %d >= returned %d = accepted %d + quarantined %d%s" % (
-            self.count(self.SUBMITTED), returned, accepted, quarantined,
-            " + unfinished %d" % unfinished if unfinished else "")
+Course = Tuple[str, Optional[int]]          # (task, arm): in each an answer is accepted at most once
+Answers = Dict[Course, Dict[int, int]]      # the hash of each answer, by key_of(digest)
 
 
-class Course:
-    """What has become of the items of one task and arm, for the rows that follow."""
-
-    def __init__(self) -> None:
-        self.answers: Dict[int, int] = {}               # text -> hash of what was accepted
-        self.held: Set[int] = set()                     # items that were put into quarantine
-        # (batch_id, ids, attempt) -> run and verdict of its last reply
-        self.failed: Dict[Tuple[str, Tuple[str, ...], int], Tuple[str, str]] = {}
-        self.sizes: Set[Tuple[str, int]] = set()        # (batch_id, size) of what failed
+def shortened(ids: Iterable[str]) -> List[str]:
+    """Ids by which the items of runs with longer and shorter ones are the same."""
+    return [name[:ID_LENGTH] for name in ids]
 
 
-Fault = Callable[[str], None]
+def note_step(reached: Dict[str, int], items: Iterable[str], step: int) -> None:
+    """Note that items have come as far as a step."""
+    reached.update({item: step for item in items if reached.get(item, 0) < step})
 
 
 class Auditor:
-    """Checks the rows of one ledger as they go by, and gathers its numbers."""
+    """Checks the rows of one ledger as they go by.
 
-    def __init__(self, path: str, texts: Mapping[str, Item]) -> None:
-        self.path, self.faults = path, []  # type: str, List[str]
-        self.checked: Counter[str] = collections.Counter()
-        self.unchecked: Counter[str] = collections.Counter()        # what could not be checked, in words
-        self.notes: List[str] = []                                  # what is no fault, and yet to be known
-        self.tasks: Dict[str, Optional[Task]] = {}                  # by run; None where it cannot be read
-        self.frozen: Dict[str, Dict[str, int]] = {}                 # task -> digest of an input -> its items
-        self.numbers: Dict[Tuple[str, str], Numbers] = collections.defaultdict(Numbers)     # (kind, name) -> its items
-        self.courses: Dict[Tuple[str, Any], Course] = collections.defaultdict(Course)       # by (task, arm)
-        self.requests: Dict[str, Any] = {}                          # custom id -> its request
-        self.open: Set[str] = set()                                 # keys of jobs that are not collected
-        self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
-        self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
-        self._runs: Dict[str, Mapping[str, Any]] = {}
-        self._same_input: Set[str] = set()                          # runs that froze the very texts of the input
-        self._rebuilt: Set[str] = set()                             # runs with ids of the input's length
-        self._heads: Dict[str, str] = {}                            # run -> how its prompts begin
-        self._batches: Dict[str, List[str]] = {}                    # batch_id -> ids of a batch that failed
+    `faults` is what does not hold, in words.  `counted` is added to: answers "derived" again,
+    "prompts" rebuilt, and, in words, what could not be checked.  `texts`: the input by id, or empty.
+    """
 
-    def take(self, number: int, row: Dict[str, Any]) -> None:
-        """Check one line."""
-        def fault(words: str) -> None:
-            self.faults.append("%s:%d: %s" % (self.path, number, words))
-        if row["event"] == "run":
-            self._run(row, fault)
-        elif row["event"] == "attempt":
-            self._attempt(row, fault)
-        elif row["event"] == "quarantine":
-            self._quarantine(row, fault)
-        elif row["event"] == "failure" and "batch" in row:
-            self._count(row, item_numbers(row["batch"]) or [], Numbers.SUBMITTED)
-            self._batches.setdefault(str(row.get("batch_id")), row["batch"])
-        elif row["event"] == "job":
-            self._job(row)
-        elif row["event"] == "apply":
-            self._apply(row, fault)
-        elif row["event"] != "failure":
-            fault("a row of an unknown kind, %s" % shown(row["event"]))
-        if row["event"] != "attempt" and "answers" in row:
-            fault("a row of kind %s holds answers" % shown(row["event"]))
+    def __init__(self, path: str, texts: Mapping[str, Item], counted: Counter[str]) -> None:
+        self.path = path
+        self.texts = texts
+        self.counted = counted
+        self.faults: List[str] = []
+        self.answers: Answers = collections.defaultdict(dict)
+        # run -> its row, its task or None where that cannot be read, how its prompts begin
+        self._runs: Dict[str, Tuple[Mapping[str, Any], Optional[Task], str]] = {}
+        self._same_input: Set[str] = set()          # runs that froze the very texts of the input
+        # (kind, name) of a run, job or task -> item -> how far it has come
+        self._reached: Dict[Tuple[str, str], Dict[str, int]] = collections.defaultdict(dict)
+        self._held: Dict[Course, Set[str]] = collections.defaultdict(set)    # items in quarantine
+        # (course, batch_id, ids, attempt) -> run and verdict of its last reply
+        self._failed: Dict[Tuple[Any, ...], Tuple[str, str]] = {}
+        self._sizes: Set[Tuple[Course, str, int]] = set()       # and the sizes of what failed
+        self._batches: Dict[str, Sequence[str]] = {}            # batch_id -> ids of what failed
+        self._requests: Dict[str, Any] = {}         # custom id -> its request, until it is replied to
+        self._jobs: Set[str] = set()                # keys of jobs that are not collected
+        self._applied: Dict[Tuple[str, str], str] = {}          # (target, item) -> last outcome
 
-    def _run(self, row: Mapping[str, Any], fault: Fault) -> None:
+    def read(self) -> Iterator[str]:
+        """Check every row; then what is to be known of the ledger, and the numbers that add up."""
+        log = Log(self.path)
+        for row in log:
+            place = "%s:%d: " % (self.path, log.number)
+            self.faults += [place + words for words in self._row(row)]
+        yield from self._lines(log)
+        for run in self._runs.keys() - self._same_input:
+            self._other_input(run)
+        for (kind, name), reached in sorted(self._reached.items()):
+            yield "%s %s: %s" % (kind, name, self._sum(kind, name, reached))
+        for key in sorted(self._jobs):
+            yield "the job of key %s is not collected" % key
+        outcomes: Dict[str, Counter[str]] = collections.defaultdict(collections.Counter)
+        for (target, _), outcome in self._applied.items():
+            outcomes[target][outcome] += 1
+        for target, tally in sorted(outcomes.items()):
+            yield "%s: %s" % (target, " + ".join(
+                "%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
+
+    def _row(self, row: Mapping[str, Any]) -> Iterator[str]:
+        kind = row["event"]
+        if kind in CHECKS:
+            yield from CHECKS[kind](self, row)
+        else:
+            yield "a row of an unknown kind, %s" % shown(kind)
+        if kind != "attempt" and "answers" in row:
+            yield "a row of kind %s holds answers" % shown(kind)
+
+    def _run(self, row: Mapping[str, Any]) -> Iterator[str]:
+        run = row["run"]
         task: Optional[Task] = None
+        head = ""
         try:
             task = load_task(row["task"], row["form"])
+            head = prompt_head(task)
         except HarnessError as error:
-            fault("the task of run %s cannot be read: %s" % (row["run"], error))
-        if task is not None and task.fingerprint != row["fingerprint"]:
-            fault("the task of run %s has the fingerprint %s, not %s" % (
-                row["run"], task.fingerprint, row["fingerprint"]))
-        if task is not None and row.get("stage", task.stage) != task.stage:
-            fault("the stage of run %s is not that of its task" % row["run"])
-        self.tasks[row["run"]], self._runs[row["run"]] = task, row
-        self._heads[row["run"]] = "" if task is None else prompt_head(task)
-        if type(row.get("items")) is int:
-            self.frozen.setdefault(row["fingerprint"], {})[str(row.get("digest"))] = row["items"]
-        names = self._shard(row)
-        if names and row.get("digest") == ids_digest(names):
-            self._same_input.add(row["run"])
-            if row.get("items") != len(names):
-                fault("run %s has %s items, and the input of its digest has %d" % (
-                    row["run"], row.get("items"), len(names)))
+            yield "the task of run %s cannot be read: %s" % (run, error)
+        else:
+            if task.fingerprint != row["fingerprint"]:
+                yield "the task of run %s has the fingerprint %s, not %s" % (
+                    run, task.fingerprint, row["fingerprint"])
+            if row.get("stage", task.stage) != task.stage:
+                yield "the stage of run %s is not that of its task" % run
+        self._runs[run] = row, task, head
+        ids = self._shard(row)
+        if ids and row.get("digest") == ids_digest(ids):
+            self._same_input.add(run)
+            if row.get("items") != len(ids):
+                yield "run %s has %s items, and the input of its digest has %d" % (
+                    run, row.get("items"), len(ids))
 
     def _shard(self, row: Mapping[str, Any]) -> List[str]:
-        """The ids of the input, in their order, of which a run had to do with."""
-        part, _, parts = str(row.get("shard", "1/1")).partition("/")
-        if not self._texts or not (part + parts).isdecimal() or not int(parts or 0):
+        """The ids of the input, in order, that a run's shard takes in."""
+        shard = re.match(r"(\d{1,9})/([1-9]\d{0,8})\Z", str(row.get("shard", "1/1")))
+        if shard is None:
             return []
-        return [name for name in sorted(self._texts) if int(name[:ID_LENGTH], 16) % int(parts) == int(part) - 1]
+        part, parts = map(int, shard.groups())
+        return [name for name in sorted(self.texts)
+                if int(name[:ID_LENGTH], 16) % parts == part - 1]
 
-    def _attempt(self, row: Mapping[str, Any], fault: Fault) -> None:
-        task, run, items = self.tasks.get(row["run"]), self._runs.get(row["run"], {}), item_numbers(row["batch"])
-        if items is None:
-            fault("its batch names what is no id")
+    def _attempt(self, row: Mapping[str, Any]) -> Iterator[str]:
+        ids = row["batch"]
+        if min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
+            yield "its batch names what is no id"
             return
+        run, task, head = self._runs.get(row["run"], ({}, None, ""))
+        arms = run.get("arms")
         if not run:
-            fault("no run row %s stands before it" % shown(row["run"]))
-        elif task is not None and (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
-            fault("it is of another task than its run (%s)" % row["task"])
-        elif row.get("arm") not in (range(len(run.get("arms", []))) or [None]):
-            fault("its run has no arm %s" % row.get("arm"))
-        elif task is not None:
-            course = self.courses[row["task"], row.get("arm")]
-            self._judged(row, task, course, fault)
-            self._placed(row, items, course, fault)
-            self._asked(row, task, fault)
-        accepted = row["verdict"] == "ok"
-        self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.ACCEPTED * accepted |
-                    Numbers.SET_ASIDE * ("quarantined" in row))
-        name = row.get("custom_id")
-        if name is not None:
-            request = self.requests.get(name)
-            if request is None or any(row.get(word, request[word]) != request[word] for word in (
-                    "batch", "text_sha", "prompt_sha", "attempt", "fallback", "batch_id", "size")):
-                fault("no job asked about these items under the custom id %s" % name)
-            elif name in self._seen:
-                fault("the custom id %s stands on a second row" % name)
-            self._seen.add(name)
-
-    def _quarantine(self, row: Mapping[str, Any], fault: Fault) -> None:
-        """A quarantine that was held back: the reply that it rests on stands on a row before it."""
-        course, items = self.courses[row["task"], row.get("arm")], item_numbers(row["batch"]) or []
-        if course.failed.get((row["batch_id"], tuple(row["batch"]), row["attempt"])) != (row["run"], row["verdict"]):
-            fault("it quarantines items, and no reply about them that came before has its verdict")
-        course.held.update(items)
-        self._digested(row, fault)
-        self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.SET_ASIDE)
-
-    def _judged(self, row: Mapping[str, Any], task: Task, course: Course, fault: Fault) -> None:
-        """What a row says of its reply, derived from it again; an answer is accepted at most once."""
-        strict, verdict = bool(self._runs[row["run"]].get("strict_order")), row["verdict"]
-        proof = rederived(row, task, strict)
-        if verdict == "ok":
-            self.checked["derived"] += len(row["batch"])
-            self._accepted(row, proof, course, fault)
-        if proof.code == verdict:
-            for name, value in (("missing", list(proof.missing)), ("extra", list(proof.extra)),
-                                ("normalised", list(proof.normalised)), ("reordered", proof.reordered)):
-                if row.get(name, type(value)()) != value:
-                    fault("%s is %s, and by its reply %s" % (name, shown(row.get(name)), shown(value)))
-        elif verdict == "ok":
-            fault("accepted, and its reply is %s today (%s)" % (proof.code, proof.detail))
-        elif "reply" not in row and verdict == "not_json" and str(row.get("detail")).startswith(NO_TEXT):
-            self.unchecked["verdicts on replies that were no text"] += 1
+            yield "no run row %s stands before it" % shown(row["run"])
+        elif task is None:
+            pass                                    # the run's own row has been named
+        elif (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
+            yield "it is of another task than its run (%s)" % row["task"]
+        elif row.get("arm") not in (range(len(arms)) if arms else [None]):
+            yield "its run has no arm %s" % row.get("arm")
         else:
-            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
-        if verdict == "refused":            # by words of the endpoint, which stand in the detail
-            proof = rederived({**row, "detail": ""}, task, strict)
-            self.unchecked["refusals in the endpoint's words, beside a good reply"] += proof.code == "ok"
-            if proof.code != "refused" and proof.detail == row.get("detail"):
-                fault("its verdict is refused, and its reply is %s today" % proof.code)
+            yield from self._judged(row, task, run)
+            yield from self._placed(row, run)
+            yield from self._asked(row, task, head)
+        yield from self._replied(row)
+        if row["verdict"] == "ok":
+            self._note(row, ACCEPTED)
+        else:
+            self._note(row, SET_ASIDE if "quarantined" in row else RETURNED)
 
-    def _accepted(self, row: Mapping[str, Any], proof: Any, course: Course, fault: Fault) -> None:
-        if proof.code == "ok" and encode(proof.answers) != encode(row["answers"]):
-            for name, answer in proof.answers.items():
-                if _sorted_json(answer) != _sorted_json(row["answers"][name]):
-                    fault("item %s: the answer %s is not that of its reply, %s" % (
-                        name, shown(row["answers"][name]), shown(answer)))
-        for name, key in zip(row["batch"], map(key_of, row["text_sha"])):
-            if key in course.answers:
-                fault("item %s was accepted before" % name)
-            answer = row["answers"][name]
-            course.answers.setdefault(key, hash(answer if type(answer) is str else (_sorted_json(answer),)))
+    def _quarantine(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """A quarantine that was held back: the reply that it rests on stands on a row before it."""
+        course = row["task"], row.get("arm")
+        call = course, row["batch_id"], tuple(row["batch"]), row["attempt"]
+        if self._failed.get(call) != (row["run"], row["verdict"]):
+            yield "it quarantines items, and no reply about them that came before has its verdict"
+        self._held[course].update(shortened(row["batch"]))
+        self._note(row, SET_ASIDE)
+        yield from self._digests(row)
 
-    def _placed(self, row: Mapping[str, Any], items: List[int], course: Course, fault: Fault) -> None:
-        """A row's place among the calls before it, by what holds under every policy and in every version."""
-        run, ids, name = self._runs[row["run"]], tuple(row["batch"]), row["batch_id"]
-        attempt, size, own = row["attempt"], row["size"], batch_id(ids) == name
-        again = not course.held.isdisjoint(items) if own else {*ids} < {*self._batches.get(name, ())}
+    def _failure(self, row: Mapping[str, Any]) -> Iterator[str]:
+        if "batch" in row:
+            self._note(row, SUBMITTED)
+            self._batches.setdefault(str(row.get("batch_id")), row["batch"])
+        return iter(())
+
+    def _job(self, row: Mapping[str, Any]) -> Iterator[str]:
+        requests = row.get("requests", {})
+        if requests:
+            self._jobs.add(row["key"])
+            self._requests.update(requests)
+        elif row["step"] in ("collected", "abandoned"):
+            self._jobs.discard(row["key"])
+        for request in requests.values():
+            note_step(self._reached["task", row["task"]], shortened(request["batch"]), SUBMITTED)
+        return iter(())
+
+    def _apply(self, row: Mapping[str, Any]) -> Iterator[str]:
+        reached = self._reached["task", row["task"]]
+        for outcome in OUTCOMES:
+            for name in row.get(outcome, []):
+                self._applied[row["target"], name] = outcome
+                if reached.get(name[:ID_LENGTH]) != ACCEPTED:
+                    yield "%s: no row before it answers item %s" % (outcome, shown(name))
+
+    def _judged(self, row: Mapping[str, Any], task: Task, run: Mapping[str, Any]) -> Iterator[str]:
+        """What a row says of its reply must be what the reply says today."""
+        verdict = row["verdict"]
+        strict = bool(run.get("strict_order"))
+        proof = rederived(row, task, strict)
+        if verdict == proof.code == "refused":      # the detail may be the endpoint's own words
+            bare = rederived({**row, "detail": ""}, task, strict)
+            if bare.code == "ok":
+                self.counted["refusals in the endpoint's words, beside a good reply"] += 1
+            elif bare.code != "refused" and bare.detail == row["detail"]:
+                proof = bare
+        if verdict == "ok":
+            yield from self._accepted(row, proof.answers)
+        if proof.code == verdict:
+            for name in ("missing", "extra", "normalised"):
+                yield from differing(name, row.get(name, []), list(getattr(proof, name)))
+            yield from differing("reordered", row.get("reordered", False), proof.reordered)
+        elif verdict == "ok":
+            yield "accepted, and its reply is %s today (%s)" % (proof.code, proof.detail)
+        elif (verdict == "not_json" and "reply" not in row
+                and str(row.get("detail")).startswith(NO_TEXT)):
+            self.counted["verdicts on replies that were no text"] += 1
+        else:
+            yield "its verdict is %s, and its reply is %s today" % (verdict, proof.code)
+
+    def _accepted(self, row: Mapping[str, Any], derived: Mapping[str, Any]) -> Iterator[str]:
+        """Each answer must be that of its reply, and the first for its text."""
+        ids, answers = row["batch"], row["answers"]
+        self.counted["derived"] += len(ids)
+        if encode(derived) != encode(answers):
+            for name, answer in derived.items():
+                if _sorted_json(answer) != _sorted_json(answers[name]):
+                    yield "item %s: the answer %s is not that of its reply, %s" % (
+                        name, shown(answers[name]), shown(answer))
+        before = self.answers[row["task"], row.get("arm")]
+        for name, key in zip(ids, map(key_of, row["text_sha"])):
+            if key in before:
+                yield "item %s was accepted before" % name
+            answer = answers[name]
+            if type(answer) is not str:             # 1 is not "1"
+                answer = (_sorted_json(answer),)
+            before.setdefault(key, hash(answer))
+
+    def _placed(self, row: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
+        """A row's place among the calls before it, by what holds in every version."""
+        ids, name, attempt = tuple(row["batch"]), row["batch_id"], row["attempt"]
+        course = row["task"], row.get("arm")
+        own = batch_id(ids) == name
+        again = {*ids} < {*self._batches.get(name, ())}
+        if own:
+            again = not self._held[course].isdisjoint(shortened(ids))
         if not own and not again:
-            fault("batch_id is neither that of its items nor that of a batch of them that failed before")
+            yield "batch_id is neither that of its items nor that of a batch of them that failed before"
         elif row["fallback"] is not again:
-            fault("fallback is %s, and its items had %sfailed before" % (
-                shown(row["fallback"]), "" if again else "not "))
-        if attempt > 1 and (name, ids, attempt - 1) not in course.failed:
-            fault("attempt %d, and no attempt %d of these items failed before" % (attempt, attempt - 1))
-        if course.failed.get((name, ids, attempt), ("", ""))[0] == row["run"]:
-            fault("attempt %d, and that is on the ledger before" % attempt)
-        nominal = run.get("batch_size") if row.get("arm") is None else run["arms"][row["arm"]]
-        if type(nominal) is int and (len(ids) > size or not (
-                size == nominal or (name, size) in course.sizes or own and row["fallback"] and size == 1)):
-            fault("size is %d, and its run asks at %d" % (size, nominal))
+            yield "fallback is %s, and its items had %sfailed before" % (
+                shown(row["fallback"]), "" if again else "not ")
+        if attempt > 1 and (course, name, ids, attempt - 1) not in self._failed:
+            yield "attempt %d, and no attempt %d of these items failed before" % (attempt, attempt - 1)
+        if self._failed.get((course, name, ids, attempt), ("", ""))[0] == row["run"]:
+            yield "attempt %d, and that is on the ledger before" % attempt
+        yield from self._planned(row, run, own)
+        if row["verdict"] != "ok":
+            self._failed[course, name, ids, attempt] = row["run"], row["verdict"]
+            self._sizes.add((course, name, row["size"]))
+            if "quarantined" in row:
+                self._held[course].update(shortened(ids))
+            if own:
+                self._batches[name] = ids
+
+    def _planned(self, row: Mapping[str, Any], run: Mapping[str, Any], own: bool) -> Iterator[str]:
+        """Size and attempts are those of the run, and no call that it makes was left out."""
+        size, attempt, arm = row["size"], row["attempt"], row.get("arm")
+        single = len(row["batch"]) == 1
+        nominal = run.get("batch_size")
+        if arm is not None:
+            nominal = run["arms"][arm]
+        resumed = ((row["task"], arm), row["batch_id"], size) in self._sizes
+        alone = own and row["fallback"] and size == 1
+        fits = len(row["batch"]) <= size and (size == nominal or resumed or alone)
+        if type(nominal) is int and not fits:
+            yield "size is %d, and its run asks at %d" % (size, nominal)
         policy = an_object(run.get("policy"))
         most = policy.get("attempts")
-        if type(most) is int and attempt > most:
-            fault("attempt %d, and its run makes %d" % (attempt, most))
-        if "quarantined" in row and type(most) is int and (
-                len(ids) > 1 and policy.get("on_failure") != "exclude"
-                or own and not row["fallback"] and attempt < most and row["verdict"] not in HOPELESS):
-            fault("it puts its items into quarantine, and calls were left to be made")
-        if row["verdict"] != "ok":
-            course.failed[name, ids, attempt] = row["run"], row["verdict"]
-            course.sizes.add((name, size))
-            course.held.update(items if "quarantined" in row else ())
-            if own:
-                self._batches[name] = row["batch"]
-
-    def _digested(self, row: Mapping[str, Any], fault: Fault) -> List[Item]:
-        """The items of a row that the input holds; each must have the digest that the row gives it."""
-        items = [self._texts[name] for name in row["batch"] if name in self._texts]
-        shas = dict(zip(row["batch"], row.get("text_sha", ())))
-        for item in items:
-            if not item.digest.startswith(shas.get(item.id, "")):
-                fault("item %s: text_sha is not that of its text" % item.id)
-        return items
-
-    def _asked(self, row: Mapping[str, Any], task: Task, fault: Fault) -> None:
-        """A row against the input: its prompt and its members that come from there."""
-        items = self._digested(row, fault)
-        if len(items) < len(row["batch"]):
-            self.unchecked["prompts with texts that the input does not hold"] += bool(self._texts)
+        if type(most) is not int:
             return
-        self.checked["prompts"] += 1
-        self._rebuilt.add(row["run"])
-        if prompt_digest(build_prompt(items, task, self._heads[row["run"]])) != row.get("prompt_sha"):
-            fault("its prompt, rebuilt from task and texts, is another")
+        if attempt > most:
+            yield "attempt %d, and its run makes %d" % (attempt, most)
+        parts_left = not single and policy.get("on_failure") != "exclude"
+        first = own and not row["fallback"] and row["verdict"] not in HOPELESS
+        if "quarantined" in row and (parts_left or first and attempt < most):
+            yield "it puts its items into quarantine, and calls were left to be made"
+
+    def _digests(self, row: Mapping[str, Any]) -> Iterator[str]:
+        for name, sha in zip(row["batch"], row.get("text_sha", ())):
+            if name in self.texts and not self.texts[name].digest.startswith(sha):
+                yield "item %s: text_sha is not that of its text" % name
+
+    def _asked(self, row: Mapping[str, Any], task: Task, head: str) -> Iterator[str]:
+        """What a row has of its texts must be what the input has."""
+        if not self.texts:
+            return
+        yield from self._digests(row)
+        items = [self.texts[name] for name in row["batch"] if name in self.texts]
+        if len(items) < len(row["batch"]):
+            self.counted["prompts with texts that the input does not hold"] += 1
+            return
+        self.counted["prompts"] += 1
+        if prompt_digest(build_prompt(items, task, head)) != row.get("prompt_sha"):
+            yield "its prompt, rebuilt from task and texts, is another"
         sources = [item.source and _source_value(item.source) for item in items]
-        if row.get("sources", [None] * len(items)) != sources:
-            if row["run"] in self._same_input:
-                fault("its sources are not those of the input; check --id-field")
-            else:
-                self.unchecked["rows with other sources, of runs that froze another input or a sample"] += 1
+        if row.get("sources", [None] * len(items)) == sources:
+            return
+        if row["run"] in self._same_input:
+            yield "its sources are not those of the input; check --id-field"
+        else:
+            self.counted["rows with other sources, of runs that froze another input or a sample"] += 1
 
-    def _job(self, row: Mapping[str, Any]) -> None:
-        if "requests" in row:
-            self.requests.update(row["requests"])
-            self.open.add(row["key"])
-            for request in row["requests"].values():
-                self.numbers["task", row["task"]].take(item_numbers(request["batch"]) or [], Numbers.SUBMITTED)
-        elif row["step"] in ("collected", "abandoned"):
-            self.open.discard(row["key"])
+    def _replied(self, row: Mapping[str, Any]) -> Iterator[str]:
+        """A reply of a job must be to a request of it, and the first to that."""
+        name = row.get("custom_id")
+        if name is None:
+            return
+        request = self._requests.pop(name, None)
+        if request is None or any(
+                word in row and row[word] != request[word] for word in REQUESTED):
+            yield ("no job asked about these items under the custom id %s, or a row before has its "
+                   "reply" % name)
 
-    def _apply(self, row: Mapping[str, Any], fault: Fault) -> None:
-        numbers = self.numbers["task", row["task"]]
-        for name, outcome in ((name, word) for word in OUTCOMES for name in row.get(word, [])):
-            self.applied[row["target"], name] = outcome
-            if not numbers.of((item_numbers([name]) or [-1])[0]) & Numbers.ACCEPTED:
-                fault("%s: no row before it answers item %s" % (outcome, shown(name)))
+    def _note(self, row: Mapping[str, Any], step: int) -> None:
+        """Note how far a row's items have come, in its run, its job and its task."""
+        ids, arm = row["batch"], row.get("arm")
+        kind = "task" if arm is None else "arm %s of task" % arm
+        for place, items in ((("run", row.get("run")), ids), (("job", row.get("job")), ids),
+                             ((kind, row.get("task")), shortened(ids))):
+            if isinstance(place[1], str):
+                note_step(self._reached[place[0], place[1]], items, step)
 
-    def _count(self, row: Mapping[str, Any], items: List[int], news: int) -> None:
-        kinds = [("run", row.get("run")), ("job", row.get("job"))]
-        kinds += [("task" if row.get("arm") is None else "arm %s of task" % row["arm"], row.get("task"))]
-        for kind, name in kinds:
-            if isinstance(name, str):
-                self.numbers[kind, name].take(items, news)
+    def _lines(self, log: Log) -> Iterator[str]:
+        """Name the lines that hold no row of the chain; those that were cut are no fault."""
+        wrong = {
+            **dict.fromkeys(log.damaged, "the line is damaged"),
+            **dict.fromkeys(log.strange, "it is whole JSON and no row: edited, or of another version"),
+            **dict.fromkeys(log.broken, "it does not follow the line before "
+                                        "(edited, removed or repeated)")}
+        for number, words in wrong.items():
+            if number not in log.closed:
+                self.faults.append("%s:%d: %s" % (self.path, number, words))
+        if log.closed:
+            yield "%d lines were cut, and closed off by a later run (%s)" % (
+                len(log.closed), ", ".join(map(str, log.closed[:MAX_REPORTED])))
+        if log.torn is not None:
+            yield "the last line (%d) is cut or garbage; the next run closes it off" % log.torn
+        if not log.number:
+            yield "the ledger is empty"
 
-    def settle(self, history: Log) -> None:
-        """What shows only when all is read."""
-        known = {**dict.fromkeys(history.damaged, "the line is damaged"),
-                 **dict.fromkeys(history.strange, "it is whole JSON and no row: edited, or of another version"),
-                 **dict.fromkeys(history.broken, "it does not follow the line before (edited, removed or repeated)")}
-        self.faults += ["%s:%d: %s" % (self.path, number, words) for number, words in known.items()
-                        if number not in history.closed]
-        if history.closed:
-            self.notes.append("%d lines were cut, and closed off by a later run (%s)" % (
-                len(history.closed), ", ".join(map(str, history.closed[:MAX_REPORTED]))))
-        if history.torn is not None:
-            self.notes.append("the last line (%d) is cut or garbage; the next run closes it off" % history.torn)
-        if not history.number:
-            self.notes.append("the ledger is empty")
-        self._inputs()
-        for (kind, name), numbers in self.numbers.items():
-            frozen = sum(self.frozen.get(name, {}).values())
-            submitted = numbers.count(numbers.SUBMITTED)
-            if kind == "task" and submitted > frozen:
-                self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
-                    self.path, name, submitted, frozen))
+    def _other_input(self, run: str) -> None:
+        """A run whose digest is not the input's: it froze another one or a sample, or was changed."""
+        row = self._runs[run][0]
+        reached = self._reached.get(("run", run), {})
+        asked = sorted(reached.keys() & self.texts.keys())
+        if not self.texts or ids_digest(asked) == row.get("digest"):
+            return
+        self.counted["runs that froze another input or a sample"] += 1
+        if len(asked) == len(reached) == row.get("items"):
+            self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, run))
 
-    def _inputs(self) -> None:
-        """The runs whose digest is not that of the input: of another one or a sample, or else it was changed."""
-        for name, row in self._runs.items():
-            if not self._texts or name in self._same_input:
-                continue
-            numbers = self.numbers["run", name]
-            asked = [id_ for id_ in sorted(self._texts) if numbers.of(int(id_[:ID_LENGTH], 16))]
-            if ids_digest(asked) == row.get("digest"):
-                continue
-            self.unchecked["runs that froze another input or a sample"] += 1
-            if name in self._rebuilt and len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
-                self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, name))
-
-    def lines(self) -> Iterator[str]:
-        """The numbers, and what else is to be known, in words."""
-        for words in self.notes:
-            yield "%s: %s" % (self.path, words)
-        for (kind, name), numbers in sorted(self.numbers.items()):
-            several = "at most " * (len(self.frozen.get(name, {})) > 1)         # inputs, which may share texts
-            frozen = "frozen %s%d >= " % (several, sum(self.frozen.get(name, {}).values())) if kind == "task" else ""
-            yield "%s: %s %s: %s%s" % (self.path, kind, name, frozen, numbers.words())
-        for key in sorted(self.open):
-            yield "%s: the job of key %s is not collected" % (self.path, key)
-        for target in sorted({target for target, _ in self.applied}):
-            tally = collections.Counter(word for (where, _), word in self.applied.items() if where == target)
-            yield "%s: %s: %s" % (
-                self.path, target, " + ".join("%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
+    def _sum(self, kind: str, name: str, reached: Mapping[str, int]) -> str:
+        """How far the items of a run, job or task have come, as a sum; a task's were frozen."""
+        tally = collections.Counter(reached.values())
+        words = "submitted %d >= returned %d = accepted %d + quarantined %d" % (
+            len(reached), len(reached) - tally[SUBMITTED], tally[ACCEPTED], tally[SET_ASIDE])
+        if tally[RETURNED]:
+            words += " + unfinished %d" % tally[RETURNED]
+        if kind != "task":
+            return words
+        inputs = {row.get("digest"): row["items"] for row, _, _ in self._runs.values()
+                  if row["fingerprint"] == name and type(row.get("items")) is int}
+        frozen = sum(inputs.values())
+        if len(reached) > frozen:
+            self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
+                self.path, name, len(reached), frozen))
+        several = "at most " if len(inputs) > 1 else ""         # inputs may share texts
+        return "frozen %s%d >= %s" % (several, frozen, words)
 
 
-def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Check every line of ledgers against the invariants, and print the numbers that must add up."""
+CHECKS: Dict[str, Callable[[Auditor, Mapping[str, Any]], Iterator[str]]] = {
+    "run": Auditor._run, "attempt": Auditor._attempt, "quarantine": Auditor._quarantine,
+    "failure": Auditor._failure, "job": Auditor._job, "apply": Auditor._apply}
+
+
+def differing(name: str, said: Any, derived: Any) -> Iterator[str]:
+    """The fault of a member that is not what the reply gives, if it is not."""
+    if said != derived:
+        yield "%s is %s, and by its reply %s" % (name, shown(said), shown(derived))
+
+
+def answered_otherwise(mine: Answers, theirs: Answers) -> Iterator[str]:
+    """The ids of items with two different answers; a trial's are for comparison."""
+    for course, answers in mine.items():
+        others = theirs.get(course, {})
+        if course[1] is None:
+            for key in answers.keys() & others.keys():
+                if answers[key] != others[key]:
+                    yield short_id(key)
+
+
+def input_texts(options: Settings) -> Dict[str, Item]:
+    """The good rows of the input, by id; empty without --input."""
     texts: Dict[str, Item] = {}
     if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
@@ -6800,38 +6848,35 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
                 if row.error is None:
                     item = Item(row.text, row.key, options.id_length)
                     texts.setdefault(item.id, item)
-    answers: Dict[str, List[Tuple[str, Dict[int, int]]]] = {}       # task -> (ledger, text -> hash of its answer)
-    faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
-    unchecked: Counter[str] = collections.Counter()
+    return texts
+
+
+def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
+    """Check every line of ledgers against the invariants, and print the numbers that must add up."""
+    texts = input_texts(options)
+    counted: Counter[str] = collections.Counter()
+    faults: List[str] = []
+    before: List[Tuple[str, Answers]] = []
     for path in each_once(options.ledgers):
-        auditor = Auditor(path, texts)
-        log = Log(path)
-        for entry in log:
-            auditor.take(log.number, entry)
-        auditor.settle(log)
+        auditor = Auditor(path, texts, counted)
+        for words in auditor.read():
+            out("%s: %s" % (path, words))
         faults += auditor.faults
-        checked += auditor.checked
-        unchecked += auditor.unchecked
-        for task, mine in [(task, course.answers) for (task, arm), course in auditor.courses.items() if arm is None]:
-            for other, theirs in answers.setdefault(task, []):
-                faults += ["item %s has another answer in %s than in %s" % (short_id(key), path, other)
-                           for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]]
-            answers[task].append((path, mine))
-        for words in auditor.lines():
-            out(words)
-    if texts and checked["derived"] and not checked["prompts"]:
-        faults.append("%s holds the texts of none of these prompts; check --input and --text-field" % options.input)
+        for other, answers in before:
+            faults += ["item %s has another answer in %s than in %s" % (name, path, other)
+                       for name in answered_otherwise(auditor.answers, answers)]
+        before.append((path, auditor.answers))
+    derived, prompts = counted.pop("derived", 0), counted.pop("prompts", 0)
+    if texts and derived and not prompts:
+        faults.append("%s holds the texts of none of these prompts; check --input and --text-field" % (
+            options.input))
     for words in faults[:1000]:
         out(words)
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
-        checked["derived"], checked["prompts"], len(faults)))
-    if unchecked:
-        out("not checked: " + counts(unchecked))
-    absent = "" if texts else ("; without --input: that ids and prompts are those of the texts, and sources, items and "
-                               "digest those of the input")
-    out("not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, and named its "
-        "model, finish, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last "
-        "one is as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
+        derived, prompts, len(faults)))
+    if counted:
+        out("not checked: " + counts(counted))
+    out(NO_LEDGER_SHOWS + ("" if texts else NO_INPUT_SHOWS))
     return QUARANTINED_LEFT if faults else DONE
 
 

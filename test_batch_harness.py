@@ -5696,7 +5696,7 @@ class AuditAndApply(EndpointCase):
                 (second, lambda row: row.update(attempt=1), "attempt 1, and that is on the ledger before"), (first, lambda row: row.update(attempt=2), "attempt 2, and no attempt 1 of these items failed before"),
                 (second, lambda row: row.update(attempt=3), "attempt 3, and its run makes 2"), (first, lambda row: row.update(size=4), "size is 4, and its run asks at 3"),
                 (good, lambda row: row.update(size=1), "size is 1, and its run asks at 3"), (good, lambda row: row.update(reordered=True), "reordered is true, and by its reply false"),
-                (good, lambda row: row.update(normalised=["fence"]), 'normalised is ["fence"], and by its reply []'), (first, lambda row: row.pop("missing"), "missing is null, and by its reply ["),
+                (good, lambda row: row.update(normalised=["fence"]), 'normalised is ["fence"], and by its reply []'), (first, lambda row: row.pop("missing"), "missing is [], and by its reply ["),
                 (first, lambda row: row.update(extra=["x"]), 'extra is ["x"], and by its reply []'),
                 (first, lambda row: row.update(quarantined=row["batch"], text_sha=[one for name in row["batch"] for one in sha if one.startswith(name)]), "into quarantine, and calls were left to be made"),
                 (first, lambda row: row.update(prompt_sha="0" * 32), "its prompt, rebuilt from task and texts, is another"), (first, lambda row: row.pop("sources"), "its sources are not those of the input"),
