@@ -6880,19 +6880,22 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
     return QUARANTINED_LEFT if faults else DONE
 
 
-CHUNK = 1000                                                            # rows of one transaction
-UNDONE = {"not_kept": "give the column a type that holds it, or look at the triggers",      # what to do about it
-          "refused": "change the table's rules, or this task's"}
-LOCK_WAIT = 30.0                                                        # seconds, for another program to let go
+CHUNK = 1000                                # rows of one transaction
+LOCK_WAIT = 30.0                            # seconds, for another program to let go
+APPLIED = ("applied", "")
+LEFT = "left by --limit"                    # stands on no ledger
+BEST_FIRST = (*OUTCOMES[:-1], LEFT, OUTCOMES[-1])
+Fate = Tuple[str, str]                      # what a row or an item came to, and why it is undone
+UNDONE = {                                  # what to do about it
+    "not_kept": "give the column a type that holds it, or look at the triggers",
+    "refused": "change the table's rules, or this task's"}
 
 
 class Change(NamedTuple):
     """An answer to be applied."""
 
-    name: str                           # the item's id
-    values: Tuple[Any, ...]             # of the columns to set, as SQLite takes them
-    mark: str                           # RUN/BATCH/ITEM
-    source: Optional[str]               # the caller's key of the first row with the text
+    name: str                               # the item's id
+    cells: Tuple[Any, ...]                  # mark (RUN/BATCH/ITEM), values..., rubric version
 
 
 def open_database(options: Settings) -> Any:
@@ -6901,103 +6904,104 @@ def open_database(options: Settings) -> Any:
     import urllib.parse
     path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
     mode = "ro" if options.dry_run else "rw"
-    base = sqlite3.connect("file:%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
+    base = sqlite3.connect("file:%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT,
+                           isolation_level=None)
     base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
     return base
 
 
 class Table:
-    """A table of an SQLite file, and the columns of it that matter here.  HarnessError where it has none such."""
+    """A table of an SQLite file by the columns that matter here; `columns` are those it writes.
 
-    def __init__(self, base: Any, options: Settings, task: Task) -> None:
+    A row's cells are (rowid, text, key, mark, values..., rubric).  HarnessError: there is no such
+    table, or not such columns.
+    """
+
+    def __init__(self, base: Any, options: Settings, fields: Iterable[str]) -> None:
         import sqlite3
         self.base = base
-        self.text, self.key, self.rubric = options.text_field or "text", options.id_field or "id", options.rubric_column
-        self.batch, self.name = options.batch_column, options.table
-        self.version = as_cell(task.rubric_version, "rubric_version")
-        self.fields = dict(options.columns or [(name, name) for name in task.fields])      # column -> field
-        unknown = sorted(set(self.fields.values()) - set(task.fields))
-        if unknown:
-            raise HarnessError("--set: the task has no field %s; it has %s" % (
-                ", ".join(unknown), ", ".join(task.fields)))
-        if (self.version is None) is not (self.rubric is None):
-            raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
-                "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
-        kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
-        if kinds.get(self.name) != "table":
-            raise HarnessError("%s has no table %s%s; it has %s" % (
-                options.database, self.name, ", that is a view" if self.name in kinds else "",
-                ", ".join(name for name, kind in kinds.items() if kind == "table") or "none"))
-        columns = [row[1] for row in self.base.execute("PRAGMA table_info(%s)" % quoted(self.name))]
-        wanted = [self.text, self.key, self.batch, *self.fields, *([self.rubric] if self.rubric else [])]
-        named: Dict[Optional[str], str] = {
-            self.text: "--text-field", self.key: "--id-field", self.batch: "--batch-column",
-            self.rubric: "--rubric-column", **dict.fromkeys(self.fields, "--set COLUMN=FIELD")}
-        absent = ["%s (%s)" % (name, named[name]) for name in wanted if name not in columns]
-        if absent or len(set(wanted)) < len(wanted):
+        self.rubric = options.rubric_column
+        self.columns = [options.batch_column, *fields]
+        self.written = 0                                # rows
+        self._barred: Dict[int, Fate] = {}   # writing these rolls back the transaction
+        uses = [(options.text_field or "text", "--text-field"), (options.id_field or "id", "--id-field"),
+                (options.batch_column, "--batch-column")]
+        uses += [(column, "--set COLUMN=FIELD") for column in fields]
+        if self.rubric is not None:
+            uses.append((self.rubric, "--rubric-column"))
+            self.columns.append(self.rubric)
+        tables = [name for name, in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        if options.table not in tables:
+            raise HarnessError("%s has no table %s; it has %s" % (
+                options.database, options.table, ", ".join(tables) or "none"))
+        table = quoted(options.table)
+        columns = [row[1] for row in base.execute("PRAGMA table_info(%s)" % table)]
+        absent = ["%s (%s)" % use for use in uses if use[0] not in columns]
+        if absent or len(dict(uses)) < len(uses):
             raise HarnessError("table %s has no column %s; it has %s" % (
-                self.name, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
-        taken = {name.lower() for name in columns}
-        self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
-        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
-        self._select = "SELECT %s FROM %s WHERE %s " % (", ".join(columns), quoted(self.name), self.row)
+                options.table, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
+        read = [quoted(column) for column, _ in uses]
+        if self.rubric is None:
+            read.append("NULL")
+        self._select = "SELECT _rowid_, %s FROM %s WHERE _rowid_ " % (", ".join(read), table)
+        self._update = "UPDATE %s SET %s WHERE _rowid_ = ?" % (
+            table, ", ".join("%s = ?" % quoted(column) for column in self.columns))
         try:
             self.cells(0)
         except sqlite3.OperationalError as error:
-            if "no such column" not in str(error):
-                raise
-            raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
+            raise HarnessError("table %s has no rowid (%s); take an export and a conditional update of "
+                               "your own" % (options.table, error))
 
     def cells(self, row: int) -> Any:
-        """One row as it is now, as (rowid, text, key, rubric, batch, values...); None where it is gone."""
+        """The cells of one row as they are now; None where it is gone."""
         return self.base.execute(self._select + "= ?", (row,)).fetchone()
 
     def chunk(self, after: float) -> List[Tuple[Any, ...]]:
         """The cells of the next rows."""
         import sqlite3
         rows: List[Tuple[Any, ...]] = self.base.execute(
-            "%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
+            self._select + "> ? ORDER BY _rowid_ LIMIT ?", (after, CHUNK)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, change: Change) -> Tuple[str, str]:
-        """Write one decision and read the row back: its outcome, and why it is not "applied"; then it is undone."""
+    def update(self, row: int, cells: Sequence[Any]) -> Fate:
+        """Write one row and read it back; what it came to.  What is not kept is undone."""
         import sqlite3
-        sets = {**dict(zip(self.fields, change.values)), self.batch: change.mark}
-        if self.rubric is not None:
-            sets[self.rubric] = self.version
+        if row in self._barred:
+            return self._barred[row]
         self.base.execute("SAVEPOINT decision")
         try:
-            self.base.execute("UPDATE %s SET %s WHERE %s = ?" % (
-                quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), self.row),
-                [*sets.values(), row])
-            why = self._not_kept(self.cells(row), change)
-            outcome = "not_kept" if why else "applied"
+            self.base.execute(self._update, [*cells[:len(self.columns)], row])
+            came = self._kept(self.cells(row), cells)
         except sqlite3.Error as error:
-            outcome, why = "refused", str(error)[:MAX_KEPT]
-            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", why):
+            came = "refused", str(error)[:MAX_KEPT]
+            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", came[1]):
                 raise                                   # it is not about this row
-        if self.base.in_transaction:                    # a trigger may have rolled back all of it
-            if why:
-                self.base.execute("ROLLBACK TO decision")
-            self.base.execute("RELEASE decision")
-        return outcome, why
+        if not self.base.in_transaction:                # a trigger has rolled back all of it
+            self._barred[row] = came
+            return came
+        if came == APPLIED:
+            self.written += 1
+        else:
+            self.base.execute("ROLLBACK TO decision")
+        self.base.execute("RELEASE decision")
+        return came
 
-    def _not_kept(self, cells: Any, change: Change) -> str:
-        """Which column of a row does not hold what was written, in value and type; blank where each one does."""
-        if cells is None:
-            return "the row went away when it was written"
-        if self.version is not None and version_in(cells[3]) != self.version:
-            return "column %s holds %s where %s was written" % (self.rubric, shown(cells[3]), self.version)
-        for name, now, value in zip((self.batch, *self.fields), cells[4:], (change.mark, *change.values)):
-            if not same_cell(now, value):
-                return "column %s holds %s where %s was written" % (name, shown(now), shown(value))
-        return ""
+    def _kept(self, now: Any, cells: Sequence[Any]) -> Fate:
+        """Whether a row holds what was written, in value and type, and which column does not."""
+        if now is None:
+            return "not_kept", "the row went away when it was written"
+        for column, cell, value in zip(self.columns, now[3:], cells):
+            kept = version_in(cell) == value if column == self.rubric else same_cell(cell, value)
+            if not kept:
+                return "not_kept", "column %s holds %s where %s was written" % (
+                    column, shown(cell), shown(value))
+        return APPLIED
 
 
 def same_cell(now: Any, value: Any) -> bool:
-    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is never a text."""
+    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is no text."""
     return bool(now == value) and isinstance(now, str) == isinstance(value, str)
 
 
@@ -7012,188 +7016,210 @@ def quoted(name: str) -> str:
     return '"%s"' % name.replace('"', '""')
 
 
-def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, Change]:
-    """Every answer that stands for a task, by the 32 digits of its text, each derived from its reply again."""
-    found: Dict[str, Change] = {}
-    state, log = State(task), Log(path)
-    for row in log:
-        settled = set(state.apply(row))
-        if row["event"] == "attempt" and row["verdict"] == "ok" and settled:
-            proof = rederived(row, task)
-            if proof.code != "ok" or proof.answers != row["answers"]:
-                raise HarnessError("%s:%d: its answers are not those of its reply; nothing was applied, see `audit`" % (
-                    path, log.number))
-            sources = row.get("sources") or [None] * len(row["batch"])
-            for sha, name, source in zip(row["text_sha"], row["batch"], sources):
-                if key_of(sha) in settled:
-                    _, answer = settled_as(row, sha)
-                    fields = {"answer": answer} if task.bare else answer
-                    values = tuple(as_cell(fields[field], name) for field in columns.values())
-                    found[sha] = Change(name, values, "%s/%s/%s" % (row["run"], row["batch_id"], name),
-                                         None if source is None else str(source))
-    return found
-
-
 def as_cell(value: Any, name: str) -> Any:
     """A value as SQLite holds it: lists and objects as JSON.  HarnessError: an integer beyond 64 bits."""
     if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-        raise HarnessError("item %s: the answer %s has more than 64 bits; nothing was applied, export it as text" % (
-            name, shown(value)))
+        raise HarnessError("item %s: the answer %s has more than 64 bits; nothing was applied, export it "
+                           "as text" % (name, shown(value)))
     return encode(value) if isinstance(value, (list, dict)) else value
 
 
-class Applier:
-    """Walks a table in transactions, and finds for each answered item what came of it."""
+class Decisions(NamedTuple):
+    """What a ledger says of one task, and of one target of `apply`."""
 
-    def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
-                 options: Settings) -> None:
-        self.table, self.found, self._limit, self._dry = table, found, options.limit, options.dry_run
-        self._known = known                             # items that the ledger says were applied
-        self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
-        self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
-        self.why: Dict[str, str] = {}                   # digest -> why a row that was to be written does not hold it
-        self.written = 0                                # rows
-        self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
-        self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
-        self._barred: Dict[int, Tuple[str, str]] = {}   # rows whose writing rolls the whole transaction back
+    changes: Dict[str, Change]              # by the 32 digits of the text
+    sources: Dict[str, str]                 # the caller's key of the first row with a text -> item
+    outcomes: Dict[str, str]                # item -> its last outcome
 
-    def chunk(self, after: float) -> Optional[float]:
-        """Decide the next rows, in one transaction; the last of them, or None where there is none."""
-        base, written = self.table.base, self.written
-        news: List[Tuple[str, str, str]] = []
-        base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
-        try:
-            rows = self.table.chunk(after)
-            for cells in rows:
-                news.append(self._row(cells))
-                if not base.in_transaction:             # nothing of it stands: once more, without this row
-                    self.written = written
-                    return after
-            base.execute("COMMIT")
-        except BaseException:
-            if base.in_transaction:
-                base.execute("ROLLBACK")
-            raise
-        for sha, outcome, why in news:
-            self._note(sha, outcome, why)
-        return rows[-1][0] if rows else None
+    def note(self, row: Mapping[str, Any], task: Task) -> None:
+        """Take in a row of `apply` on the target."""
+        mine = row["task"] == task.fingerprint
+        for outcome in OUTCOMES:
+            for name in row.get(outcome, []):
+                if mine:
+                    self.outcomes[name] = outcome
+                elif outcome == "applied":          # another task has written these columns since
+                    self.outcomes.pop(name, None)
 
-    def _row(self, cells: Sequence[Any]) -> Tuple[str, str, str]:
-        """Decide one row, given by its cells, as (digest, outcome, why); without an outcome where it is left alone."""
-        row, text, key, rubric, batch, *values = cells
-        sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
-        change, version = self.found.get(sha), self.table.version
-        if change is None:
-            return self._by_source.get(str(key), ""), "stale_text", ""
-        if self._before(change, batch, values):
-            return sha, "applied", ""
-        if version is not None and rubric is not None:
-            decided = version_in(rubric)
-            if decided is None or decided > version:
-                return sha, "stale_rubric", ""
-        if self.written == self._limit:
-            return sha, "", ""
-        now = cells if self._dry else self.table.cells(row)
-        if now != cells:                                # a trigger of a row before it has changed it
-            return self._row(now) if now else ("", "", "")
-        outcome, why = self._barred.get(row) or (("applied", "") if self._dry else self.table.update(row, change))
-        if not self.table.base.in_transaction:
-            self._barred[row] = outcome, why
-        self.written += outcome == "applied"
-        return sha, outcome, why
 
-    def settle(self) -> None:
-        """What has met no row is missing."""
-        gone = self.found.keys() - self.outcomes.keys() - self.left_out
-        self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
+def decisions(path: str, rows: Iterable[Mapping[str, Any]], task: Task, fields: Iterable[str],
+              target: str) -> Decisions:
+    """Every answer that stands for a task, each derived from its reply again, and what came of it."""
+    found = Decisions({}, {}, {})
+    version = as_cell(task.rubric_version, "rubric_version")
+    state = State(task)
+    for row in rows:
+        settled = set(state.apply(row))
+        if row["event"] == "apply" and row["target"] == target:
+            found.note(row, task)
+        if not settled or row["verdict"] != "ok":
+            continue
+        proof = rederived(row, task)
+        if proof.code != "ok" or proof.answers != row["answers"]:
+            raise HarnessError("%s:%d: its answers are not those of its reply; nothing was applied, "
+                               "see `audit`" % (path, row["seq"]))
+        sources = row.get("sources") or [None] * len(row["batch"])
+        for sha, name, source in zip(row["text_sha"], row["batch"], sources):
+            if key_of(sha) in settled:
+                _, answer = settled_as(row, sha)
+                if task.bare:
+                    answer = {"answer": answer}
+                values = [as_cell(answer[field], name) for field in fields]
+                mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
+                found.changes[sha] = Change(name, (mark, *values, version))
+                if source is not None:
+                    found.sources[str(source)] = name
+    return found
 
-    def _before(self, change: Change, batch: Any, values: Sequence[Any]) -> bool:
-        """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
-        have changed it since (the mark may be that of another stage on the same text).
-        """
-        pairs = list(zip(values, change.values))
-        if batch == change.mark and all(itertools.starmap(same_cell, pairs)):
-            return True
-        return change.name in self._known and str(batch).endswith("/" + change.name) and not any(
-            now is None and value is not None for now, value in pairs)
 
-    def _note(self, sha: str, outcome: str, why: str) -> None:
-        if sha and not outcome:
-            self.left_out.add(sha)
-        elif sha:
-            self.outcomes[sha] = min(self.outcomes.get(sha, outcome), outcome, key=OUTCOMES.index)
-            self.changed.add(sha)
-            if why and self.outcomes[sha] == outcome:
-                self.why[sha] = why
+def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
+    """What becomes of a row with the text of an answer; blank: the answer is to be written.
+
+    `cells` are its mark, values and rubric now; `applied`: the ledger says the item was.
+    """
+    mark, *values, rubric = cells
+    own, *wanted, version = change.cells
+    pairs = list(zip(values, wanted))
+    if mark == own and all(same_cell(now, value) for now, value in pairs):
+        return "applied"
+    # A person may have changed it since; the mark may be that of another stage on the same text.
+    ours = applied and str(mark).endswith("/" + change.name)
+    if ours and not any(now is None and value is not None for now, value in pairs):
+        return "applied"
+    if version is not None and rubric is not None:
+        decided = version_in(rubric)
+        if decided is None or decided > version:
+            return "stale_rubric"
+    return ""
+
+
+def decided(table: Table, found: Decisions, options: Settings,
+            cells: Sequence[Any]) -> Tuple[str, Fate]:
+    """Decide a row, and write it where it is to be: the item, if any, and what the row came to."""
+    row, text, key, *now = cells
+    change = None
+    if isinstance(text, str) and not SURROGATE.search(text):
+        change = found.changes.get(text_digest(text)[:32])
+    if change is None:
+        return found.sources.get(str(key), ""), ("stale_text", "")
+    outcome = row_outcome(now, change, found.outcomes.get(change.name) == "applied")
+    if outcome:
+        return change.name, (outcome, "")
+    if table.written == options.limit:
+        return change.name, (LEFT, "")
+    if options.dry_run:
+        table.written += 1
+        return change.name, APPLIED
+    again = table.cells(row)
+    if again != cells:                              # a trigger of a row before has changed it
+        return decided(table, found, options, again) if again else ("", ("missing_row", ""))
+    return change.name, table.update(row, change.cells)
+
+
+def transactions(table: Table, found: Decisions,
+                 options: Settings) -> Iterator[List[Tuple[str, Fate]]]:
+    """Walk a table; after each transaction, what was `decided` of its rows."""
+    after = -math.inf
+    rows: Sequence[Any] = [()]
+    while rows:
+        # Nobody writes between our reading and writing.
+        table.base.execute("BEGIN" if options.dry_run else "BEGIN IMMEDIATE")
+        rows = table.chunk(after)
+        written = table.written
+        news = [decided(table, found, options, cells) for cells in rows if table.base.in_transaction]
+        if not table.base.in_transaction:           # nothing of it stands: again, without this row
+            table.written = written
+            continue
+        table.base.execute("COMMIT")
+        if rows:
+            after = rows[-1][0]
+        yield news
+
+
+def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate],
+           head: Mapping[str, str]) -> None:
+    """Put on the ledger which items came to another outcome than it says."""
+    news: Dict[str, List[str]] = collections.defaultdict(list)
+    reasons: Dict[str, str] = {}
+    for name, (outcome, why) in came.items():
+        if outcome in OUTCOMES and known.get(name) != outcome:
+            known[name] = outcome
+            news[outcome].append(name)
+            if why:
+                reasons[name] = why
+    if news:
+        ledger.append(row_parts(compact({
+            "event": "apply", "at": timestamp(), **head, **news, "why": reasons})))
+        ledger.sync()
+
+
+def written_fields(options: Settings, task: Task) -> Dict[str, str]:
+    """Which column takes which field; HarnessError where the task and the options do not fit."""
+    check_twice("--set", options.columns)
+    fields = dict(options.columns) or {name: name for name in task.fields}
+    unknown = sorted(set(fields.values()) - set(task.fields))
+    if unknown:
+        raise HarnessError("--set: the task has no field %s; it has %s" % (
+            ", ".join(unknown), ", ".join(task.fields)))
+    if (task.rubric_version is None) is not (options.rubric_column is None):
+        raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
+            "no" if task.rubric_version is None else "a",
+            "missing" if options.rubric_column is None else "given"))
+    return fields
+
+
+def items_decided(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str, Fate]]:
+    """Walk a table.  After each transaction the items applied in it; in the end all answered items,
+    each with the best that any of its rows came to.
+    """
+    came = {change.name: ("missing_row", "") for change in found.changes.values()}
+    for news in transactions(table, found, options):
+        for name, one in news:
+            if name:
+                came[name] = min(came[name], one, key=lambda each: BEST_FIRST.index(each[0]))
+        yield {name: one for name, one in news if one == APPLIED}
+    yield came
 
 
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
     import sqlite3
-    check_twice("--set", options.columns)
     task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    columns = ", ".join(sorted(column for column, _ in options.columns) or sorted(task.fields))
-    target = "%s, table %s (%s)" % (os.path.abspath(options.database), options.table, columns)
+    fields = written_fields(options, task)
+    target = "%s, table %s (%s)" % (
+        os.path.abspath(options.database), options.table, ", ".join(sorted(fields)))
+    head = {"stage": task.stage, "task": task.fingerprint, "target": target}
+    table: Optional[Table] = None
     with contextlib.ExitStack() as stack:
-        ledger = None if options.dry_run else stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-        known: Dict[str, str] = {}                      # item -> its last outcome on the ledger
-        for row in ledger.rows() if ledger is not None else Log(options.ledger):
-            if row["event"] == "apply" and row["target"] == target:
-                mine = row["task"] == task.fingerprint
-                news = {name: word for word in OUTCOMES for name in row.get(word, [])}
-                if mine:
-                    known.update(news)
-                else:                                   # another task has written these columns since
-                    for name in row.get("applied", []):
-                        known.pop(name, None)
-        applier: Optional[Applier] = None
+        ledger: Optional[Ledger] = None
+        rows: Iterable[Mapping[str, Any]] = Log(options.ledger)
+        if not options.dry_run:
+            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
+            rows = ledger.rows()
         try:
             base = stack.enter_context(contextlib.closing(open_database(options)))
-            table = Table(base, options, task)
-            found = decisions(options.ledger, task, table.fields)
-            applier = Applier(table, found, {name for name, word in known.items() if word == "applied"}, options)
-            after: Optional[float] = -math.inf
-            while after is not None:
-                after = applier.chunk(after)
-                if after is None:
-                    applier.settle()
+            table = Table(base, options, fields)
+            found = decisions(options.ledger, rows, task, fields.values(), target)
+            known = dict(found.outcomes)
+            for came in items_decided(table, found, options):
                 if ledger is not None:
-                    note_outcomes(ledger, applier, known, task, target, after is None)
+                    record(ledger, known, came, head)
         except sqlite3.Error as error:
-            if applier is None and "locked" not in str(error):
+            if table is None and "locked" not in str(error):
                 raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
-            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (options.database, error))
+            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
+                options.database, error))
             return STOPPED
-    say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
-    out("%d answered items: %s%s" % (
-        len(applier.found), counts(collections.Counter(applier.outcomes.values())),
-        "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
-    if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
+    say("%d rows %swritten to %s" % (
+        table.written, "would be " if options.dry_run else "", target))
+    tally = collections.Counter(outcome for outcome, _ in came.values())
+    out("%d answered items: %s" % (len(came), counts(tally)))
+    if set(tally) <= {"missing_row"}:
         say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
-    undone = {word: sha for sha, word in applier.outcomes.items() if word in UNDONE}        # one of each
-    for word, sha in undone.items():
-        say("%s, such as item %s: %s; %s" % (word, found[sha].name, applier.why[sha], UNDONE[word]))
+    undone = {outcome: (name, why) for name, (outcome, why) in came.items() if why}     # one of each
+    for outcome, (name, why) in undone.items():
+        say("%s, such as item %s: %s; %s" % (outcome, name, why, UNDONE[outcome]))
     return QUARANTINED_LEFT if undone else DONE
-
-
-def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
-    """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
-    news: Dict[str, List[str]] = collections.defaultdict(list)
-    why: Dict[str, str] = {}
-    changed = applier.outcomes.keys() if last else applier.changed
-    for sha, outcome in ((sha, applier.outcomes[sha]) for sha in changed):
-        name = applier.found[sha].name
-        if known.get(name) != outcome and (last or outcome == "applied"):
-            known[name] = outcome
-            news[outcome].append(name)
-            if outcome in UNDONE:
-                why[name] = applier.why[sha]
-    applier.changed.clear()
-    if news:
-        ledger.append(row_parts(compact({
-            "event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint, "target": target,
-            **news, "why": why})))
-        ledger.sync()
 
 
 # ====================================================================================================================

@@ -5994,7 +5994,7 @@ class AuditAndApply(EndpointCase):
         self.run_(60)
         self.table(60)
         quick = "import sys, os; sys.path.insert(0, %r); import batch_harness as bh; bh.CHUNK = 7; real = bh.%%s; seen = []\ndef kill(*a, **k):\n    seen.append(1)\n    if len(seen) == %%d: os.kill(os.getpid(), 9)\n    return real(*a, **k)\nbh.%%s = kill; sys.exit(bh.main(sys.argv[1:]))" % HERE
-        for place, number in (("note_outcomes", 1), ("note_outcomes", 4), ("Table.update", 3), ("Table.update", 9), ("Table.update", 20)):
+        for place, number in (("record", 1), ("record", 4), ("Table.update", 3), ("Table.update", 9), ("Table.update", 20)):
             run = subprocess.run([sys.executable, "-c", quick % (place, number, place), *self.APPLY], capture_output=True)
             self.assertEqual(run.returncode, -9, run.stderr)
         self.assertEqual(self.main(*self.APPLY)[0], 0)
@@ -6033,7 +6033,7 @@ class AuditAndApply(EndpointCase):
         self.table(2)
         self.sql("CREATE VIEW seen AS SELECT * FROM posts")
         self.sql("CREATE TABLE bare (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT) WITHOUT ROWID")
-        for table, said in (("seen", "has no table seen, that is a view; it has posts, bare"), ("none", "has no table none"), ("bare", "table bare has no rowid")):
+        for table, said in (("seen", "has no table seen; it has posts, bare"), ("none", "has no table none"), ("bare", "table bare has no rowid")):
             code, out, err = self.main(*[table if word == "posts" else word for word in self.APPLY])
             self.assertEqual((code, out), (2, ""))
             self.assertIn(said, err)
