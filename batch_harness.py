@@ -6453,15 +6453,12 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
 
 # ==================================================================================================
 # AUDIT AND APPLY.  What a ledger can prove, checked row by row: audit changes nothing.  Apply alone
-# writes answers into a database, each derived from its reply once more; it deletes nothing, and what
-# a person decided stays.
+# writes answers into a database, each derived from its reply once more; it deletes nothing, and
+# what a person decided stays.
 # ==================================================================================================
 
 # How far an item has come.  What has come one step has come all of those before it.
 SUBMITTED, RETURNED, SET_ASIDE, ACCEPTED = 1, 2, 3, 4
-
-# What a row says of a job's request, where it says it.
-REQUESTED = ("batch", "text_sha", "prompt_sha", "attempt", "fallback", "batch_id", "size")
 
 NO_LEDGER_SHOWS = (
     "not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, "
@@ -6471,8 +6468,17 @@ NO_LEDGER_SHOWS = (
 NO_INPUT_SHOWS = ("; without --input: that ids and prompts are those of the texts, and sources, "
                   "items and digest those of the input")
 
-Course = Tuple[str, Optional[int]]          # (task, arm): in each an answer is accepted at most once
-Answers = Dict[Course, Dict[int, int]]      # the hash of each answer, by key_of(digest)
+Entry = Mapping[str, Any]               # a row of a ledger
+Faults = Iterator[str]                  # what does not hold, in words
+Course = Tuple[str, Optional[int]]      # (task, arm): in each an answer is accepted at most once
+
+
+def against(said: Entry, by: str, derived: Entry) -> Faults:
+    """The members that are not what is derived.  One that is empty may be left out."""
+    for name, value in derived.items():
+        now = said.get(name, type(value)())
+        if now != value:
+            yield "%s is %s, and by %s %s" % (name, shown(now), by, shown(value))
 
 
 def shortened(ids: Iterable[str]) -> List[str]:
@@ -6480,44 +6486,37 @@ def shortened(ids: Iterable[str]) -> List[str]:
     return [name[:ID_LENGTH] for name in ids]
 
 
-def note_step(reached: Dict[str, int], items: Iterable[str], step: int) -> None:
-    """Note that items have come as far as a step."""
-    reached.update({item: step for item in items if reached.get(item, 0) < step})
-
-
 class Auditor:
     """Checks the rows of one ledger as they go by.
 
-    `faults` is what does not hold, in words.  `counted` is added to: answers "derived" again,
+    `faults` is what does not hold, by line.  `counted` is added to: answers "derived" again,
     "prompts" rebuilt, and, in words, what could not be checked.  `texts`: the input by id, or empty.
     """
 
-    def __init__(self, path: str, texts: Mapping[str, Item], counted: Counter[str]) -> None:
-        self.path = path
+    def __init__(self, texts: Mapping[str, Item], counted: Counter[str]) -> None:
         self.texts = texts
         self.counted = counted
         self.faults: List[str] = []
-        self.answers: Answers = collections.defaultdict(dict)
+        self.tasks: Dict[str, Task] = {}        # by fingerprint
         # run -> its row, its task or None where that cannot be read, how its prompts begin
-        self._runs: Dict[str, Tuple[Mapping[str, Any], Optional[Task], str]] = {}
-        self._same_input: Set[str] = set()          # runs that froze the very texts of the input
+        self._runs: Dict[str, Tuple[Entry, Optional[Task], str]] = {}
+        self._same_input: Set[str] = set()      # runs that froze the very texts of the input
         # (kind, name) of a run, job or task -> item -> how far it has come
         self._reached: Dict[Tuple[str, str], Dict[str, int]] = collections.defaultdict(dict)
-        self._held: Dict[Course, Set[str]] = collections.defaultdict(set)    # items in quarantine
+        self._accepted: Dict[Course, Set[int]] = collections.defaultdict(set)   # key_of(digest)
+        self._held: Dict[Course, Set[str]] = collections.defaultdict(set)   # items in quarantine
         # (course, batch_id, ids, attempt) -> run and verdict of its last reply
         self._failed: Dict[Tuple[Any, ...], Tuple[str, str]] = {}
-        self._sizes: Set[Tuple[Course, str, int]] = set()       # and the sizes of what failed
-        self._batches: Dict[str, Sequence[str]] = {}            # batch_id -> ids of what failed
-        self._requests: Dict[str, Any] = {}         # custom id -> its request, until it is replied to
-        self._jobs: Set[str] = set()                # keys of jobs that are not collected
-        self._applied: Dict[Tuple[str, str], str] = {}          # (target, item) -> last outcome
+        self._sizes: Set[Tuple[Course, str, int]] = set()           # of these
+        self._batches: Dict[str, Sequence[str]] = {}                # batch_id -> ids of what failed
+        self._requests: Dict[str, Any] = {}     # custom id -> its request, until its reply
+        self._jobs: Set[str] = set()            # keys of jobs that are not collected
+        self._applied: Dict[str, Dict[str, str]] = collections.defaultdict(dict)    # by target
 
-    def read(self) -> Iterator[str]:
-        """Check every row; then what is to be known of the ledger, and the numbers that add up."""
-        log = Log(self.path)
+    def read(self, log: Log) -> Iterator[str]:
+        """Check every row; then what is to be known, and the numbers that must add up, in words."""
         for row in log:
-            place = "%s:%d: " % (self.path, log.number)
-            self.faults += [place + words for words in self._row(row)]
+            self.faults += ["%d: %s" % (log.number, words) for words in self._row(row)]
         yield from self._lines(log)
         for run in self._runs.keys() - self._same_input:
             self._other_input(run)
@@ -6525,80 +6524,69 @@ class Auditor:
             yield "%s %s: %s" % (kind, name, self._sum(kind, name, reached))
         for key in sorted(self._jobs):
             yield "the job of key %s is not collected" % key
-        outcomes: Dict[str, Counter[str]] = collections.defaultdict(collections.Counter)
-        for (target, _), outcome in self._applied.items():
-            outcomes[target][outcome] += 1
-        for target, tally in sorted(outcomes.items()):
-            yield "%s: %s" % (target, " + ".join(
-                "%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
+        for target, outcomes in sorted(self._applied.items()):
+            yield "%s: %s" % (target, counts(collections.Counter(outcomes.values())))
 
-    def _row(self, row: Mapping[str, Any]) -> Iterator[str]:
+    def _row(self, row: Entry) -> Faults:
         kind = row["event"]
-        if kind in CHECKS:
-            yield from CHECKS[kind](self, row)
-        else:
+        check = getattr(self, "_check_" + kind, None)
+        if check is None:
             yield "a row of an unknown kind, %s" % shown(kind)
+        else:
+            yield from check(row) or ()
         if kind != "attempt" and "answers" in row:
             yield "a row of kind %s holds answers" % shown(kind)
 
-    def _run(self, row: Mapping[str, Any]) -> Iterator[str]:
-        run = row["run"]
-        task: Optional[Task] = None
-        head = ""
+    def _check_run(self, row: Entry) -> Faults:
+        run, task, head = row["run"], None, ""      # these where the task cannot be read
         try:
             task = load_task(row["task"], row["form"])
             head = prompt_head(task)
         except HarnessError as error:
             yield "the task of run %s cannot be read: %s" % (run, error)
         else:
-            if task.fingerprint != row["fingerprint"]:
-                yield "the task of run %s has the fingerprint %s, not %s" % (
-                    run, task.fingerprint, row["fingerprint"])
-            if row.get("stage", task.stage) != task.stage:
-                yield "the stage of run %s is not that of its task" % run
+            yield from against(
+                row, "its task", {"fingerprint": task.fingerprint, "stage": task.stage})
+            self.tasks[task.fingerprint] = task
         self._runs[run] = row, task, head
-        ids = self._shard(row)
-        if ids and row.get("digest") == ids_digest(ids):
+        if row.get("digest") == ids_digest(sorted(self.texts)):
             self._same_input.add(run)
-            if row.get("items") != len(ids):
-                yield "run %s has %s items, and the input of its digest has %d" % (
-                    run, row.get("items"), len(ids))
+            yield from against(row, "the input of its digest", {"items": len(self.texts)})
 
-    def _shard(self, row: Mapping[str, Any]) -> List[str]:
-        """The ids of the input, in order, that a run's shard takes in."""
-        shard = re.match(r"(\d{1,9})/([1-9]\d{0,8})\Z", str(row.get("shard", "1/1")))
-        if shard is None:
-            return []
-        part, parts = map(int, shard.groups())
-        return [name for name in sorted(self.texts)
-                if int(name[:ID_LENGTH], 16) % parts == part - 1]
-
-    def _attempt(self, row: Mapping[str, Any]) -> Iterator[str]:
+    def _check_attempt(self, row: Entry) -> Faults:
         ids = row["batch"]
         if min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
             yield "its batch names what is no id"
             return
         run, task, head = self._runs.get(row["run"], ({}, None, ""))
-        arms = run.get("arms")
+        arms = range(len(run.get("arms", ())))
         if not run:
             yield "no run row %s stands before it" % shown(row["run"])
-        elif task is None:
-            pass                                    # the run's own row has been named
-        elif (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
-            yield "it is of another task than its run (%s)" % row["task"]
-        elif row.get("arm") not in (range(len(arms)) if arms else [None]):
+        elif row.get("arm") not in (arms or [None]):
             yield "its run has no arm %s" % row.get("arm")
-        else:
+        elif task is not None:
+            yield from against(row, "its run", {
+                "task": task.fingerprint, "stage": task.stage, "form": task.form})
             yield from self._judged(row, task, run)
             yield from self._placed(row, run)
-            yield from self._asked(row, task, head)
-        yield from self._replied(row)
+            if self.texts:
+                yield from self._asked(row, task, head)
+        step = RETURNED
         if row["verdict"] == "ok":
-            self._note(row, ACCEPTED)
-        else:
-            self._note(row, SET_ASIDE if "quarantined" in row else RETURNED)
+            step = ACCEPTED
+        elif "quarantined" in row:
+            step = SET_ASIDE
+        self._note(row, step)
+        name = row.get("custom_id")
+        if name is not None:
+            request = self._requests.pop(name, None)
+            if request is None:
+                yield "no open request of a job has the custom id %s" % name
+            else:
+                yield from against(row, "its request", {
+                    word: request[word] for word in request.keys() & row.keys() - {"sources"}})
 
-    def _quarantine(self, row: Mapping[str, Any]) -> Iterator[str]:
+    def _check_quarantine(self, row: Entry) -> Faults:
         """A quarantine that was held back: the reply that it rests on stands on a row before it."""
         course = row["task"], row.get("arm")
         call = course, row["batch_id"], tuple(row["batch"]), row["attempt"]
@@ -6608,57 +6596,51 @@ class Auditor:
         self._note(row, SET_ASIDE)
         yield from self._digests(row)
 
-    def _failure(self, row: Mapping[str, Any]) -> Iterator[str]:
+    def _check_failure(self, row: Entry) -> None:
         if "batch" in row:
             self._note(row, SUBMITTED)
-            self._batches.setdefault(str(row.get("batch_id")), row["batch"])
-        return iter(())
 
-    def _job(self, row: Mapping[str, Any]) -> Iterator[str]:
-        requests = row.get("requests", {})
-        if requests:
+    def _check_job(self, row: Entry) -> None:
+        if "requests" in row:
             self._jobs.add(row["key"])
-            self._requests.update(requests)
+            self._requests.update(row["requests"])
+            for request in row["requests"].values():
+                self._note({"batch": request["batch"], "task": row["task"]}, SUBMITTED)
         elif row["step"] in ("collected", "abandoned"):
             self._jobs.discard(row["key"])
-        for request in requests.values():
-            note_step(self._reached["task", row["task"]], shortened(request["batch"]), SUBMITTED)
-        return iter(())
 
-    def _apply(self, row: Mapping[str, Any]) -> Iterator[str]:
+    def _check_apply(self, row: Entry) -> Faults:
         reached = self._reached["task", row["task"]]
         for outcome in OUTCOMES:
             for name in row.get(outcome, []):
-                self._applied[row["target"], name] = outcome
-                if reached.get(name[:ID_LENGTH]) != ACCEPTED:
+                self._applied[row["target"]][name] = outcome
+                if reached.get(name) != ACCEPTED:
                     yield "%s: no row before it answers item %s" % (outcome, shown(name))
 
-    def _judged(self, row: Mapping[str, Any], task: Task, run: Mapping[str, Any]) -> Iterator[str]:
+    def _judged(self, row: Entry, task: Task, run: Entry) -> Faults:
         """What a row says of its reply must be what the reply says today."""
-        verdict = row["verdict"]
+        verdict, detail = row["verdict"], str(row.get("detail"))
         strict = bool(run.get("strict_order"))
         proof = rederived(row, task, strict)
         if verdict == proof.code == "refused":      # the detail may be the endpoint's own words
             bare = rederived({**row, "detail": ""}, task, strict)
             if bare.code == "ok":
                 self.counted["refusals in the endpoint's words, beside a good reply"] += 1
-            elif bare.code != "refused" and bare.detail == row["detail"]:
+            elif bare.detail == detail:
                 proof = bare
         if verdict == "ok":
-            yield from self._accepted(row, proof.answers)
-        if proof.code == verdict:
-            for name in ("missing", "extra", "normalised"):
-                yield from differing(name, row.get(name, []), list(getattr(proof, name)))
-            yield from differing("reordered", row.get("reordered", False), proof.reordered)
-        elif verdict == "ok":
-            yield "accepted, and its reply is %s today (%s)" % (proof.code, proof.detail)
-        elif (verdict == "not_json" and "reply" not in row
-                and str(row.get("detail")).startswith(NO_TEXT)):
+            yield from self._answered(row, proof.answers)
+        if verdict == "not_json" and "reply" not in row and detail.startswith(NO_TEXT):
             self.counted["verdicts on replies that were no text"] += 1
+        elif verdict != proof.code:
+            yield "its verdict is %s, and its reply is %s today (%s)" % (
+                verdict, proof.code, proof.detail)
         else:
-            yield "its verdict is %s, and its reply is %s today" % (verdict, proof.code)
+            yield from against(row, "its reply", {
+                "missing": list(proof.missing), "extra": list(proof.extra),
+                "normalised": list(proof.normalised), "reordered": proof.reordered})
 
-    def _accepted(self, row: Mapping[str, Any], derived: Mapping[str, Any]) -> Iterator[str]:
+    def _answered(self, row: Entry, derived: Entry) -> Faults:
         """Each answer must be that of its reply, and the first for its text."""
         ids, answers = row["batch"], row["answers"]
         self.counted["derived"] += len(ids)
@@ -6667,119 +6649,89 @@ class Auditor:
                 if _sorted_json(answer) != _sorted_json(answers[name]):
                     yield "item %s: the answer %s is not that of its reply, %s" % (
                         name, shown(answers[name]), shown(answer))
-        before = self.answers[row["task"], row.get("arm")]
+        before = self._accepted[row["task"], row.get("arm")]
         for name, key in zip(ids, map(key_of, row["text_sha"])):
             if key in before:
                 yield "item %s was accepted before" % name
-            answer = answers[name]
-            if type(answer) is not str:             # 1 is not "1"
-                answer = (_sorted_json(answer),)
-            before.setdefault(key, hash(answer))
+            before.add(key)
 
-    def _placed(self, row: Mapping[str, Any], run: Mapping[str, Any]) -> Iterator[str]:
+    def _placed(self, row: Entry, run: Entry) -> Faults:
         """A row's place among the calls before it, by what holds in every version."""
-        ids, name, attempt = tuple(row["batch"]), row["batch_id"], row["attempt"]
+        ids, name, attempt, size = tuple(row["batch"]), row["batch_id"], row["attempt"], row["size"]
         course = row["task"], row.get("arm")
+        items = shortened(ids)
         own = batch_id(ids) == name
         again = {*ids} < {*self._batches.get(name, ())}
         if own:
-            again = not self._held[course].isdisjoint(shortened(ids))
-        if not own and not again:
-            yield "batch_id is neither that of its items nor that of a batch of them that failed before"
-        elif row["fallback"] is not again:
-            yield "fallback is %s, and its items had %sfailed before" % (
-                shown(row["fallback"]), "" if again else "not ")
+            again = not self._held[course].isdisjoint(items)
+        if own or again:
+            yield from against(row, "the calls before it", {"fallback": again})
+        else:
+            yield "batch_id is neither that of its items nor of a batch of them that failed before"
         if attempt > 1 and (course, name, ids, attempt - 1) not in self._failed:
-            yield "attempt %d, and no attempt %d of these items failed before" % (attempt, attempt - 1)
-        if self._failed.get((course, name, ids, attempt), ("", ""))[0] == row["run"]:
+            yield "attempt %d, and none before it of these items failed" % attempt
+        call = course, name, ids, attempt
+        if self._failed.get(call, ("", ""))[0] == row["run"]:
             yield "attempt %d, and that is on the ledger before" % attempt
-        yield from self._planned(row, run, own)
+        nominal = run["arms"][row["arm"]] if "arm" in row else run.get("batch_size")
+        alone = own and again and size == 1
+        if len(ids) > size or not (
+                size == nominal or alone or (course, name, size) in self._sizes):
+            yield "size is %d, and its run asks at %s" % (size, nominal)
+        policy = an_object(run.get("policy"))
+        most = policy.get("attempts", attempt)
+        if attempt > most:
+            yield "attempt %d, and its run makes %d" % (attempt, most)
+        if "quarantined" in row:
+            self._held[course].update(items)
+            parts = len(ids) > 1 and policy.get("on_failure") != "exclude"
+            repeated = own and not row["fallback"] and row["verdict"] not in HOPELESS
+            if parts or repeated and attempt < most:
+                yield "it puts its items into quarantine, and calls were left to be made"
         if row["verdict"] != "ok":
-            self._failed[course, name, ids, attempt] = row["run"], row["verdict"]
-            self._sizes.add((course, name, row["size"]))
-            if "quarantined" in row:
-                self._held[course].update(shortened(ids))
+            self._failed[call] = row["run"], row["verdict"]
+            self._sizes.add((course, name, size))
             if own:
                 self._batches[name] = ids
 
-    def _planned(self, row: Mapping[str, Any], run: Mapping[str, Any], own: bool) -> Iterator[str]:
-        """Size and attempts are those of the run, and no call that it makes was left out."""
-        size, attempt, arm = row["size"], row["attempt"], row.get("arm")
-        single = len(row["batch"]) == 1
-        nominal = run.get("batch_size")
-        if arm is not None:
-            nominal = run["arms"][arm]
-        resumed = ((row["task"], arm), row["batch_id"], size) in self._sizes
-        alone = own and row["fallback"] and size == 1
-        fits = len(row["batch"]) <= size and (size == nominal or resumed or alone)
-        if type(nominal) is int and not fits:
-            yield "size is %d, and its run asks at %d" % (size, nominal)
-        policy = an_object(run.get("policy"))
-        most = policy.get("attempts")
-        if type(most) is not int:
-            return
-        if attempt > most:
-            yield "attempt %d, and its run makes %d" % (attempt, most)
-        parts_left = not single and policy.get("on_failure") != "exclude"
-        first = own and not row["fallback"] and row["verdict"] not in HOPELESS
-        if "quarantined" in row and (parts_left or first and attempt < most):
-            yield "it puts its items into quarantine, and calls were left to be made"
+    def _digests(self, row: Entry) -> Faults:
+        digests = dict(zip(row["batch"], row.get("text_sha", ())))
+        yield from against(digests, "its text", {
+            name: self.texts[name].digest[:32] for name in digests.keys() & self.texts.keys()})
 
-    def _digests(self, row: Mapping[str, Any]) -> Iterator[str]:
-        for name, sha in zip(row["batch"], row.get("text_sha", ())):
-            if name in self.texts and not self.texts[name].digest.startswith(sha):
-                yield "item %s: text_sha is not that of its text" % name
-
-    def _asked(self, row: Mapping[str, Any], task: Task, head: str) -> Iterator[str]:
+    def _asked(self, row: Entry, task: Task, head: str) -> Faults:
         """What a row has of its texts must be what the input has."""
-        if not self.texts:
-            return
         yield from self._digests(row)
         items = [self.texts[name] for name in row["batch"] if name in self.texts]
         if len(items) < len(row["batch"]):
             self.counted["prompts with texts that the input does not hold"] += 1
             return
         self.counted["prompts"] += 1
-        if prompt_digest(build_prompt(items, task, head)) != row.get("prompt_sha"):
-            yield "its prompt, rebuilt from task and texts, is another"
-        sources = [item.source and _source_value(item.source) for item in items]
-        if row.get("sources", [None] * len(items)) == sources:
-            return
+        derived: Dict[str, Any] = {"prompt_sha": prompt_digest(build_prompt(items, task, head))}
         if row["run"] in self._same_input:
-            yield "its sources are not those of the input; check --id-field"
-        else:
-            self.counted["rows with other sources, of runs that froze another input or a sample"] += 1
+            sources = [item.source and _source_value(item.source) for item in items]
+            derived["sources"] = sources if any(key is not None for key in sources) else []
+        yield from against(row, "the input", derived)
 
-    def _replied(self, row: Mapping[str, Any]) -> Iterator[str]:
-        """A reply of a job must be to a request of it, and the first to that."""
-        name = row.get("custom_id")
-        if name is None:
-            return
-        request = self._requests.pop(name, None)
-        if request is None or any(
-                word in row and row[word] != request[word] for word in REQUESTED):
-            yield ("no job asked about these items under the custom id %s, or a row before has its "
-                   "reply" % name)
-
-    def _note(self, row: Mapping[str, Any], step: int) -> None:
+    def _note(self, row: Entry, step: int) -> None:
         """Note how far a row's items have come, in its run, its job and its task."""
-        ids, arm = row["batch"], row.get("arm")
-        kind = "task" if arm is None else "arm %s of task" % arm
-        for place, items in ((("run", row.get("run")), ids), (("job", row.get("job")), ids),
-                             ((kind, row.get("task")), shortened(ids))):
-            if isinstance(place[1], str):
-                note_step(self._reached[place[0], place[1]], items, step)
+        task = "arm %s of task" % row["arm"] if "arm" in row else "task"
+        for kind, member in (("run", "run"), ("job", "job"), (task, "task")):
+            name = row.get(member)
+            if name:
+                reached = self._reached[kind, str(name)]
+                reached.update({item: step for item in row["batch"] if reached.get(item, 0) < step})
 
     def _lines(self, log: Log) -> Iterator[str]:
         """Name the lines that hold no row of the chain; those that were cut are no fault."""
         wrong = {
             **dict.fromkeys(log.damaged, "the line is damaged"),
-            **dict.fromkeys(log.strange, "it is whole JSON and no row: edited, or of another version"),
-            **dict.fromkeys(log.broken, "it does not follow the line before "
-                                        "(edited, removed or repeated)")}
-        for number, words in wrong.items():
-            if number not in log.closed:
-                self.faults.append("%s:%d: %s" % (self.path, number, words))
+            **dict.fromkeys(
+                log.strange, "it is whole JSON and no row: edited, or of another version"),
+            **dict.fromkeys(
+                log.broken, "it does not follow the line before (edited, removed or repeated)")}
+        self.faults += ["%d: %s" % (number, words)
+                        for number, words in wrong.items() if number not in log.closed]
         if log.closed:
             yield "%d lines were cut, and closed off by a later run (%s)" % (
                 len(log.closed), ", ".join(map(str, log.closed[:MAX_REPORTED])))
@@ -6789,21 +6741,21 @@ class Auditor:
             yield "the ledger is empty"
 
     def _other_input(self, run: str) -> None:
-        """A run whose digest is not the input's: it froze another one or a sample, or was changed."""
+        """A run whose digest is not the input's: it froze another one or a part, or was changed."""
         row = self._runs[run][0]
         reached = self._reached.get(("run", run), {})
         asked = sorted(reached.keys() & self.texts.keys())
         if not self.texts or ids_digest(asked) == row.get("digest"):
             return
-        self.counted["runs that froze another input or a sample"] += 1
+        self.counted["runs that froze another input or a part of it"] += 1
         if len(asked) == len(reached) == row.get("items"):
-            self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, run))
+            self.faults.append(" the digest of run %s is not that of its items" % run)
 
     def _sum(self, kind: str, name: str, reached: Mapping[str, int]) -> str:
         """How far the items of a run, job or task have come, as a sum; a task's were frozen."""
-        tally = collections.Counter(reached.values())
+        total, tally = len(reached), collections.Counter(reached.values())
         words = "submitted %d >= returned %d = accepted %d + quarantined %d" % (
-            len(reached), len(reached) - tally[SUBMITTED], tally[ACCEPTED], tally[SET_ASIDE])
+            total, total - tally[SUBMITTED], tally[ACCEPTED], tally[SET_ASIDE])
         if tally[RETURNED]:
             words += " + unfinished %d" % tally[RETURNED]
         if kind != "task":
@@ -6811,65 +6763,41 @@ class Auditor:
         inputs = {row.get("digest"): row["items"] for row, _, _ in self._runs.values()
                   if row["fingerprint"] == name and type(row.get("items")) is int}
         frozen = sum(inputs.values())
-        if len(reached) > frozen:
-            self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
-                self.path, name, len(reached), frozen))
+        if total > frozen:
+            self.faults.append(" task %s: %d items submitted, and %d were frozen" % (
+                name, total, frozen))
         several = "at most " if len(inputs) > 1 else ""         # inputs may share texts
         return "frozen %s%d >= %s" % (several, frozen, words)
 
 
-CHECKS: Dict[str, Callable[[Auditor, Mapping[str, Any]], Iterator[str]]] = {
-    "run": Auditor._run, "attempt": Auditor._attempt, "quarantine": Auditor._quarantine,
-    "failure": Auditor._failure, "job": Auditor._job, "apply": Auditor._apply}
-
-
-def differing(name: str, said: Any, derived: Any) -> Iterator[str]:
-    """The fault of a member that is not what the reply gives, if it is not."""
-    if said != derived:
-        yield "%s is %s, and by its reply %s" % (name, shown(said), shown(derived))
-
-
-def answered_otherwise(mine: Answers, theirs: Answers) -> Iterator[str]:
-    """The ids of items with two different answers; a trial's are for comparison."""
-    for course, answers in mine.items():
-        others = theirs.get(course, {})
-        if course[1] is None:
-            for key in answers.keys() & others.keys():
-                if answers[key] != others[key]:
-                    yield short_id(key)
-
-
-def input_texts(options: Settings) -> Dict[str, Item]:
-    """The good rows of the input, by id; empty without --input."""
+def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
+    """Check every line of ledgers against the invariants; print the numbers that must add up."""
     texts: Dict[str, Item] = {}
     if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
-            for row in source.rows():
-                if row.error is None:
-                    item = Item(row.text, row.key, options.id_length)
-                    texts.setdefault(item.id, item)
-    return texts
-
-
-def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Check every line of ledgers against the invariants, and print the numbers that must add up."""
-    texts = input_texts(options)
+            items = [Item(row.text, row.key, options.id_length)
+                     for row in source.rows() if row.error is None]
+        texts = {item.id: item for item in reversed(items)}         # of equal texts the first
     counted: Counter[str] = collections.Counter()
     faults: List[str] = []
-    before: List[Tuple[str, Answers]] = []
-    for path in each_once(options.ledgers):
-        auditor = Auditor(path, texts, counted)
-        for words in auditor.read():
+    tasks: Dict[str, Task] = {}
+    paths = each_once(options.ledgers)
+    for path in paths:
+        auditor = Auditor(texts, counted)
+        for words in auditor.read(Log(path)):
             out("%s: %s" % (path, words))
-        faults += auditor.faults
-        for other, answers in before:
-            faults += ["item %s has another answer in %s than in %s" % (name, path, other)
-                       for name in answered_otherwise(auditor.answers, answers)]
-        before.append((path, auditor.answers))
+        faults += [path + ":" + words for words in auditor.faults]
+        tasks.update(auditor.tasks)
+    if len(paths) > 1:
+        for task in tasks.values():
+            try:
+                settled_places(paths, task)
+            except HarnessError as error:
+                faults.append(str(error))
     derived, prompts = counted.pop("derived", 0), counted.pop("prompts", 0)
     if texts and derived and not prompts:
-        faults.append("%s holds the texts of none of these prompts; check --input and --text-field" % (
-            options.input))
+        faults.append("%s holds the texts of none of these prompts; check --input and --text-field"
+                      % options.input)
     for words in faults[:1000]:
         out(words)
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
@@ -6886,9 +6814,6 @@ APPLIED = ("applied", "")
 LEFT = "left by --limit"                    # stands on no ledger
 BEST_FIRST = (*OUTCOMES[:-1], LEFT, OUTCOMES[-1])
 Fate = Tuple[str, str]                      # what a row or an item came to, and why it is undone
-UNDONE = {                                  # what to do about it
-    "not_kept": "give the column a type that holds it, or look at the triggers",
-    "refused": "change the table's rules, or this task's"}
 
 
 class Change(NamedTuple):
@@ -6898,69 +6823,53 @@ class Change(NamedTuple):
     cells: Tuple[Any, ...]                  # mark (RUN/BATCH/ITEM), values..., rubric version
 
 
-def open_database(options: Settings) -> Any:
-    """The connection of `apply`, which never makes a file.  sqlite3.Error where there is none."""
-    import sqlite3
-    import urllib.parse
-    path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
-    mode = "ro" if options.dry_run else "rw"
-    base = sqlite3.connect("file:%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT,
-                           isolation_level=None)
-    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
-    return base
-
-
 class Table:
-    """A table of an SQLite file by the columns that matter here; `columns` are those it writes.
+    """A table of an SQLite file, and the columns that matter here; it never makes a file.
 
-    A row's cells are (rowid, text, key, mark, values..., rubric).  HarnessError: there is no such
-    table, or not such columns.
+    A row's cells are (rowid, text, key, mark, values..., rubric).  sqlite3.Error where there is no
+    such table or column.
     """
 
-    def __init__(self, base: Any, options: Settings, fields: Iterable[str]) -> None:
+    def __init__(self, options: Settings, fields: Iterable[str]) -> None:
+        import pathlib
         import sqlite3
-        self.base = base
+        mode = "ro" if options.dry_run else "rw"
+        path = pathlib.Path(os.path.abspath(options.database)).as_uri()
+        self.base = sqlite3.connect(
+            "%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
+        self.base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+        self.size = CHUNK
+        self.written = 0                        # rows
         self.rubric = options.rubric_column
         self.columns = [options.batch_column, *fields]
-        self.written = 0                                # rows
-        self._barred: Dict[int, Fate] = {}   # writing these rolls back the transaction
-        uses = [(options.text_field or "text", "--text-field"), (options.id_field or "id", "--id-field"),
-                (options.batch_column, "--batch-column")]
-        uses += [(column, "--set COLUMN=FIELD") for column in fields]
+        cells = [options.text_field or "text", options.id_field or "id", *self.columns]
         if self.rubric is not None:
-            uses.append((self.rubric, "--rubric-column"))
             self.columns.append(self.rubric)
-        tables = [name for name, in base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-        if options.table not in tables:
-            raise HarnessError("%s has no table %s; it has %s" % (
-                options.database, options.table, ", ".join(tables) or "none"))
-        table = quoted(options.table)
-        columns = [row[1] for row in base.execute("PRAGMA table_info(%s)" % table)]
-        absent = ["%s (%s)" % use for use in uses if use[0] not in columns]
-        if absent or len(dict(uses)) < len(uses):
-            raise HarnessError("table %s has no column %s; it has %s" % (
-                options.table, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
-        read = [quoted(column) for column, _ in uses]
+            cells.append(self.rubric)
+        used = [name.lower() for name in (*cells, "rowid", "oid", "_rowid_")]
+        if len(set(used)) < len(used):
+            raise HarnessError("each of --text-field, --id-field, --batch-column, --rubric-column "
+                               "and --set COLUMN must name a column of its own")
+        # As t."x" a name is never taken for a string.
+        read = ", ".join("t." + quoted(name) for name in cells)
         if self.rubric is None:
-            read.append("NULL")
-        self._select = "SELECT _rowid_, %s FROM %s WHERE _rowid_ " % (", ".join(read), table)
+            read += ", NULL"
+        self._select = "SELECT t._rowid_, %s FROM %s t WHERE t._rowid_ " % (
+            read, quoted(options.table))
         self._update = "UPDATE %s SET %s WHERE _rowid_ = ?" % (
-            table, ", ".join("%s = ?" % quoted(column) for column in self.columns))
-        try:
-            self.cells(0)
-        except sqlite3.OperationalError as error:
-            raise HarnessError("table %s has no rowid (%s); take an export and a conditional update of "
-                               "your own" % (options.table, error))
+            quoted(options.table), ", ".join("%s = ?" % quoted(name) for name in self.columns))
+        self.cells(0)
+        self.base.execute("EXPLAIN " + self._update, (0, *self.columns))    # no view is written
 
     def cells(self, row: int) -> Any:
         """The cells of one row as they are now; None where it is gone."""
         return self.base.execute(self._select + "= ?", (row,)).fetchone()
 
-    def chunk(self, after: float) -> List[Tuple[Any, ...]]:
+    def chunk(self, after: float) -> Any:
         """The cells of the next rows."""
         import sqlite3
-        rows: List[Tuple[Any, ...]] = self.base.execute(
-            self._select + "> ? ORDER BY _rowid_ LIMIT ?", (after, CHUNK)).fetchall()
+        rows = self.base.execute(
+            self._select + "> ? ORDER BY 1 LIMIT ?", (after, self.size)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
@@ -6968,40 +6877,37 @@ class Table:
     def update(self, row: int, cells: Sequence[Any]) -> Fate:
         """Write one row and read it back; what it came to.  What is not kept is undone."""
         import sqlite3
-        if row in self._barred:
-            return self._barred[row]
         self.base.execute("SAVEPOINT decision")
         try:
             self.base.execute(self._update, [*cells[:len(self.columns)], row])
-            came = self._kept(self.cells(row), cells)
-        except sqlite3.Error as error:
-            came = "refused", str(error)[:MAX_KEPT]
-            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", came[1]):
-                raise                                   # it is not about this row
-        if not self.base.in_transaction:                # a trigger has rolled back all of it
-            self._barred[row] = came
-            return came
-        if came == APPLIED:
+            fate = self._kept(self.cells(row), cells)
+        except (sqlite3.Error, OverflowError) as error:
+            fate = "refused", str(error)[:MAX_KEPT]
+            if type(error) is not sqlite3.IntegrityError and re.search(
+                    "database|disk|lock", fate[1]):
+                raise                           # it is not about this row
+        if fate == APPLIED:
             self.written += 1
-        else:
+        elif self.base.in_transaction:          # else a trigger has rolled back all of it
             self.base.execute("ROLLBACK TO decision")
-        self.base.execute("RELEASE decision")
-        return came
+        if self.base.in_transaction:
+            self.base.execute("RELEASE decision")
+        return fate
 
     def _kept(self, now: Any, cells: Sequence[Any]) -> Fate:
-        """Whether a row holds what was written, in value and type, and which column does not."""
+        """Whether a row holds what was written, in value and type, or which column does not."""
         if now is None:
             return "not_kept", "the row went away when it was written"
         for column, cell, value in zip(self.columns, now[3:], cells):
-            kept = version_in(cell) == value if column == self.rubric else same_cell(cell, value)
-            if not kept:
+            version = column == self.rubric and version_in(cell) == value
+            if not version and not same_cell(cell, value):
                 return "not_kept", "column %s holds %s where %s was written" % (
                     column, shown(cell), shown(value))
         return APPLIED
 
 
 def same_cell(now: Any, value: Any) -> bool:
-    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is no text."""
+    """Whether a cell holds a value.  A column may hold 1 as 1.0, true as 1; a number is no text."""
     return bool(now == value) and isinstance(now, str) == isinstance(value, str)
 
 
@@ -7016,11 +6922,8 @@ def quoted(name: str) -> str:
     return '"%s"' % name.replace('"', '""')
 
 
-def as_cell(value: Any, name: str) -> Any:
-    """A value as SQLite holds it: lists and objects as JSON.  HarnessError: an integer beyond 64 bits."""
-    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-        raise HarnessError("item %s: the answer %s has more than 64 bits; nothing was applied, export it "
-                           "as text" % (name, shown(value)))
+def as_cell(value: Any) -> Any:
+    """A value as SQLite holds it: lists and objects as JSON."""
     return encode(value) if isinstance(value, (list, dict)) else value
 
 
@@ -7031,42 +6934,36 @@ class Decisions(NamedTuple):
     sources: Dict[str, str]                 # the caller's key of the first row with a text -> item
     outcomes: Dict[str, str]                # item -> its last outcome
 
-    def note(self, row: Mapping[str, Any], task: Task) -> None:
-        """Take in a row of `apply` on the target."""
-        mine = row["task"] == task.fingerprint
-        for outcome in OUTCOMES:
-            for name in row.get(outcome, []):
-                if mine:
-                    self.outcomes[name] = outcome
-                elif outcome == "applied":          # another task has written these columns since
-                    self.outcomes.pop(name, None)
 
-
-def decisions(path: str, rows: Iterable[Mapping[str, Any]], task: Task, fields: Iterable[str],
+def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str],
               target: str) -> Decisions:
-    """Every answer that stands for a task, each derived from its reply again, and what came of it."""
+    """The answers that stand for a task, each derived from its reply again; what came of them."""
     found = Decisions({}, {}, {})
-    version = as_cell(task.rubric_version, "rubric_version")
     state = State(task)
     for row in rows:
         settled = set(state.apply(row))
         if row["event"] == "apply" and row["target"] == target:
-            found.note(row, task)
+            for outcome in OUTCOMES:
+                names = row.get(outcome, ())
+                if row["task"] == task.fingerprint:
+                    found.outcomes.update(dict.fromkeys(names, outcome))
+                elif outcome == "applied":  # another task has written these columns since
+                    found.outcomes.update(dict.fromkeys(names, ""))
         if not settled or row["verdict"] != "ok":
             continue
         proof = rederived(row, task)
         if proof.code != "ok" or proof.answers != row["answers"]:
-            raise HarnessError("%s:%d: its answers are not those of its reply; nothing was applied, "
-                               "see `audit`" % (path, row["seq"]))
-        sources = row.get("sources") or [None] * len(row["batch"])
+            raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
+                               "applied, see `audit`" % (path, row["seq"]))
+        sources = row.get("sources", itertools.repeat(None))
         for sha, name, source in zip(row["text_sha"], row["batch"], sources):
             if key_of(sha) in settled:
+                mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
                 _, answer = settled_as(row, sha)
                 if task.bare:
                     answer = {"answer": answer}
-                values = [as_cell(answer[field], name) for field in fields]
-                mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
-                found.changes[sha] = Change(name, (mark, *values, version))
+                values = [as_cell(answer[field]) for field in fields]
+                found.changes[sha] = Change(name, (mark, *values, task.rubric_version))
                 if source is not None:
                     found.sources[str(source)] = name
     return found
@@ -7086,7 +6983,7 @@ def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
     ours = applied and str(mark).endswith("/" + change.name)
     if ours and not any(now is None and value is not None for now, value in pairs):
         return "applied"
-    if version is not None and rubric is not None:
+    if rubric is not None:
         decided = version_in(rubric)
         if decided is None or decided > version:
             return "stale_rubric"
@@ -7116,33 +7013,41 @@ def decided(table: Table, found: Decisions, options: Settings,
     return change.name, table.update(row, change.cells)
 
 
-def transactions(table: Table, found: Decisions,
-                 options: Settings) -> Iterator[List[Tuple[str, Fate]]]:
-    """Walk a table; after each transaction, what was `decided` of its rows."""
+def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str, Fate]]:
+    """Walk a table.  After each transaction the items applied in it; in the end all answered items,
+    each with the best that any of its rows came to.
+    """
+    came = {change.name: ("missing_row", "") for change in found.changes.values()}
     after = -math.inf
     rows: Sequence[Any] = [()]
     while rows:
         # Nobody writes between our reading and writing.
         table.base.execute("BEGIN" if options.dry_run else "BEGIN IMMEDIATE")
-        rows = table.chunk(after)
         written = table.written
-        news = [decided(table, found, options, cells) for cells in rows if table.base.in_transaction]
-        if not table.base.in_transaction:           # nothing of it stands: again, without this row
+        rows = table.chunk(after)
+        news = [decided(table, found, options, cells)
+                for cells in rows if table.base.in_transaction]
+        if table.base.in_transaction:
+            table.base.execute("COMMIT")
+        elif table.size > 1:                    # nothing of it stands: again, each row by itself
+            table.size = 1
             table.written = written
             continue
-        table.base.execute("COMMIT")
+        for name, fate in news:
+            if name:
+                came[name] = min(came[name], fate, key=lambda one: BEST_FIRST.index(one[0]))
         if rows:
             after = rows[-1][0]
-        yield news
+        yield {name: fate for name, fate in news if fate == APPLIED}
+    yield came
 
 
-def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate],
-           head: Mapping[str, str]) -> None:
+def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head: Entry) -> None:
     """Put on the ledger which items came to another outcome than it says."""
     news: Dict[str, List[str]] = collections.defaultdict(list)
     reasons: Dict[str, str] = {}
     for name, (outcome, why) in came.items():
-        if outcome in OUTCOMES and known.get(name) != outcome:
+        if outcome != LEFT and known.get(name) != outcome:
             known[name] = outcome
             news[outcome].append(name)
             if why:
@@ -7153,72 +7058,57 @@ def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate],
         ledger.sync()
 
 
-def written_fields(options: Settings, task: Task) -> Dict[str, str]:
-    """Which column takes which field; HarnessError where the task and the options do not fit."""
+def columns_set(options: Settings, task: Task) -> Dict[str, str]:
+    """Which column takes which field; HarnessError where the task has no such field or rubric."""
     check_twice("--set", options.columns)
     fields = dict(options.columns) or {name: name for name in task.fields}
-    unknown = sorted(set(fields.values()) - set(task.fields))
-    if unknown:
-        raise HarnessError("--set: the task has no field %s; it has %s" % (
-            ", ".join(unknown), ", ".join(task.fields)))
+    for field in fields.values():
+        if field not in task.fields:
+            raise HarnessError("--set: the task has no field %s; it has %s" % (
+                field, ", ".join(task.fields)))
     if (task.rubric_version is None) is not (options.rubric_column is None):
-        raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
-            "no" if task.rubric_version is None else "a",
-            "missing" if options.rubric_column is None else "given"))
+        raise HarnessError("the task's rubric_version is %s; give --rubric-column where there is "
+                           "one, and only there" % shown(task.rubric_version))
     return fields
-
-
-def items_decided(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str, Fate]]:
-    """Walk a table.  After each transaction the items applied in it; in the end all answered items,
-    each with the best that any of its rows came to.
-    """
-    came = {change.name: ("missing_row", "") for change in found.changes.values()}
-    for news in transactions(table, found, options):
-        for name, one in news:
-            if name:
-                came[name] = min(came[name], one, key=lambda each: BEST_FIRST.index(each[0]))
-        yield {name: one for name, one in news if one == APPLIED}
-    yield came
 
 
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
     import sqlite3
     task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    fields = written_fields(options, task)
+    fields = columns_set(options, task)
     target = "%s, table %s (%s)" % (
         os.path.abspath(options.database), options.table, ", ".join(sorted(fields)))
     head = {"stage": task.stage, "task": task.fingerprint, "target": target}
     table: Optional[Table] = None
     with contextlib.ExitStack() as stack:
         ledger: Optional[Ledger] = None
-        rows: Iterable[Mapping[str, Any]] = Log(options.ledger)
+        rows: Iterable[Entry] = Log(options.ledger)
         if not options.dry_run:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
             rows = ledger.rows()
         try:
-            base = stack.enter_context(contextlib.closing(open_database(options)))
-            table = Table(base, options, fields)
+            table = Table(options, fields)
+            stack.callback(table.base.close)
             found = decisions(options.ledger, rows, task, fields.values(), target)
             known = dict(found.outcomes)
-            for came in items_decided(table, found, options):
+            for came in walk(table, found, options):
                 if ledger is not None:
                     record(ledger, known, came, head)
         except sqlite3.Error as error:
             if table is None and "locked" not in str(error):
-                raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
+                raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
+                                   "the columns" % (options.table, options.database, error))
             say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
                 options.database, error))
             return STOPPED
-    say("%d rows %swritten to %s" % (
-        table.written, "would be " if options.dry_run else "", target))
+    verb = "would be written" if options.dry_run else "written"
+    say("%d rows %s to %s" % (table.written, verb, target))
     tally = collections.Counter(outcome for outcome, _ in came.values())
     out("%d answered items: %s" % (len(came), counts(tally)))
-    if set(tally) <= {"missing_row"}:
-        say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
-    undone = {outcome: (name, why) for name, (outcome, why) in came.items() if why}     # one of each
-    for outcome, (name, why) in undone.items():
-        say("%s, such as item %s: %s; %s" % (outcome, name, why, UNDONE[outcome]))
+    undone = {outcome: (outcome, name, why) for name, (outcome, why) in came.items() if why}
+    for one in undone.values():
+        say("%s, such as item %s: %s" % one)
     return QUARANTINED_LEFT if undone else DONE
 
 
