@@ -6679,7 +6679,9 @@ class Auditor:
                 size == nominal or alone or (course, name, size) in self._sizes):
             yield "size is %d, and its run asks at %s" % (size, nominal)
         policy = an_object(run.get("policy"))
-        most = policy.get("attempts", attempt)
+        most = policy.get("attempts")
+        if type(most) is not int:               # the row of the run was edited
+            most = attempt
         if attempt > most:
             yield "attempt %d, and its run makes %d" % (attempt, most)
         if "quarantined" in row:
@@ -6820,24 +6822,30 @@ class Change(NamedTuple):
     """An answer to be applied."""
 
     name: str                               # the item's id
-    cells: Tuple[Any, ...]                  # mark (RUN/BATCH/ITEM), values..., rubric version
+    cells: Sequence[Any]                    # mark (RUN/BATCH/ITEM), values..., rubric version
+
+
+def open_database(options: Settings) -> Any:
+    """The connection of `apply`, which never makes a file.  sqlite3.Error where there is none."""
+    import pathlib
+    import sqlite3
+    mode = "ro" if options.dry_run else "rw"
+    path = pathlib.Path(os.path.abspath(options.database)).as_uri()
+    base = sqlite3.connect(
+        "%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
+    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    return base
 
 
 class Table:
-    """A table of an SQLite file, and the columns that matter here; it never makes a file.
+    """A table of an SQLite file, and the columns that matter here.
 
     A row's cells are (rowid, text, key, mark, values..., rubric).  sqlite3.Error where there is no
     such table or column.
     """
 
-    def __init__(self, options: Settings, fields: Iterable[str]) -> None:
-        import pathlib
-        import sqlite3
-        mode = "ro" if options.dry_run else "rw"
-        path = pathlib.Path(os.path.abspath(options.database)).as_uri()
-        self.base = sqlite3.connect(
-            "%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
-        self.base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    def __init__(self, base: Any, options: Settings, fields: Iterable[str]) -> None:
+        self.base = base
         self.size = CHUNK
         self.written = 0                        # rows
         self.rubric = options.rubric_column
@@ -6922,11 +6930,6 @@ def quoted(name: str) -> str:
     return '"%s"' % name.replace('"', '""')
 
 
-def as_cell(value: Any) -> Any:
-    """A value as SQLite holds it: lists and objects as JSON."""
-    return encode(value) if isinstance(value, (list, dict)) else value
-
-
 class Decisions(NamedTuple):
     """What a ledger says of one task, and of one target of `apply`."""
 
@@ -6962,8 +6965,9 @@ def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str
                 _, answer = settled_as(row, sha)
                 if task.bare:
                     answer = {"answer": answer}
-                values = [as_cell(answer[field]) for field in fields]
-                found.changes[sha] = Change(name, (mark, *values, task.rubric_version))
+                cells = [mark, *map(answer.get, fields), task.rubric_version]
+                found.changes[sha] = Change(name, [
+                    encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells])
                 if source is not None:
                     found.sources[str(source)] = name
     return found
@@ -6977,7 +6981,7 @@ def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
     mark, *values, rubric = cells
     own, *wanted, version = change.cells
     pairs = list(zip(values, wanted))
-    if mark == own and all(same_cell(now, value) for now, value in pairs):
+    if mark == own and all(itertools.starmap(same_cell, pairs)):
         return "applied"
     # A person may have changed it since; the mark may be that of another stage on the same text.
     ours = applied and str(mark).endswith("/" + change.name)
@@ -7088,8 +7092,8 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
             rows = ledger.rows()
         try:
-            table = Table(options, fields)
-            stack.callback(table.base.close)
+            base = stack.enter_context(contextlib.closing(open_database(options)))
+            table = Table(base, options, fields)
             found = decisions(options.ledger, rows, task, fields.values(), target)
             known = dict(found.outcomes)
             for came in walk(table, found, options):
