@@ -5496,6 +5496,13 @@ class AuditAndApply(EndpointCase):
                                    "--ledger", ledger, *more)
         self.assertIn(code, (0, 1), err)
 
+    def fields(self, fields, model="demo", **task):
+        """Run a task of these fields over items.jsonl."""
+        self.write("task.json", json.dumps({"instruction": "J", "fields": fields, **task}))
+        code, out, err = self.main(*self.INPUT, "--model", model, "--task", "task.json",
+                                   "--ledger", "l.jsonl")
+        self.assertEqual(code, 0, out + err)
+
     def failing(self, count, *more):
         self.run_(count, "--batch-size", "2", *more, model="demo:drop=0.2")
 
@@ -5520,19 +5527,22 @@ class AuditAndApply(EndpointCase):
         return next(n for n, row in enumerate(self.every())
                     if all(row.get(name) == value for name, value in wanted.items()))
 
-    def edited(self, place, change, chain=True):
-        """The ledger with members of one row changed; `chain` fixes what shows the change."""
-        rows, lines, crc = self.every(), [], 0
-        if callable(change):
-            change = change(rows[place])
-        rows[place] = {name: value for name, value in {**rows[place], **change}.items()
-                       if value is not None}
-        for number, row in enumerate(rows, 1):
-            if chain:
-                row.update(seq=number, prev="%08x" % crc)
-            lines.append(json.dumps(row, ensure_ascii=False).encode())
-            crc = zlib.crc32(lines[-1])
-        self.write("e.jsonl", b"\n".join([*lines, b""]))
+    def chained(self, lines):
+        """A ledger of rows, whose places in the chain are made to fit, and of raw lines."""
+        found, crc = [], 0
+        for number, line in enumerate(lines, 1):
+            if isinstance(line, dict):
+                line = json.dumps({**line, "seq": number, "prev": "%08x" % crc}).encode()
+            found.append(line)
+            crc = zlib.crc32(line)
+        self.write("e.jsonl", b"\n".join([*found, b""]))
+
+    def edited(self, place, change):
+        """The ledger with members of one row changed, or without those that are None."""
+        rows = self.every()
+        rows[place].update(change)
+        rows[place] = {name: value for name, value in rows[place].items() if value is not None}
+        self.chained(rows)
 
     def test_an_honest_ledger_holds_and_its_numbers_add_up(self):
         self.failing(20)
@@ -5551,6 +5561,23 @@ class AuditAndApply(EndpointCase):
         self.named("other.jsonl holds the texts of none of these prompts; check --input and "
                    "--text-field", "l.jsonl", "--input", "other.jsonl")
 
+    RUNS = """
+        --batch-size 4
+        --attempts 3; AGAIN
+        --structured --batch-size 3
+        --task two.json --batch-size 3; --task two.json AGAIN
+        --batch-size 6 --on-failure split
+        --batch-size 3 --shard 2/3; AGAIN
+        --batch-size 3 --on-failure exclude; AGAIN
+        --batch-size 3 --order strict; --batch-size 3
+        --batch-size 4; --batch-size 5 --input grown.jsonl; AGAIN --input grown.jsonl
+        --batch-size 4 --max-calls 5; --batch-size 6 --attempts 3 --max-calls 5; --on-failure split
+        --model py:m.py:f --batch-size 2
+        --batch-size 3; --stage two --id-length 16 --batch-size 3
+        --batch-size 3; --id-length 16 --retry-quarantined --attempts 3
+        trial --sizes 1,1,3 --sample 12; trial --sizes 1,1,3 --sample 12
+        --model py:h.py:f"""
+
     def test_an_honest_ledger_of_every_kind_holds(self):
         self.items_file(24)
         self.items_file(40, "grown.jsonl")
@@ -5560,21 +5587,9 @@ class AuditAndApply(EndpointCase):
                    "(ids[0], chr(0xd83d) + chr(0xde00))")
         self.write("two.json", json.dumps({"instruction": "J", "rubric_version": 3, "fields": {
             "x": {"enum": ["a", "b"]}, "y": {"type": "integer"}}}))
-        again = "--batch-size 7 --attempts 3 --retry-quarantined"
-        for number, runs in enumerate((
-                ["--batch-size 4"], ["--attempts 3", again], ["--structured --batch-size 3"],
-                ["--task two.json --batch-size 3", "--task two.json " + again],
-                ["--batch-size 6 --on-failure split"], ["--batch-size 3 --shard 2/3", again],
-                ["--batch-size 3 --on-failure exclude", again],
-                ["--batch-size 3 --order strict", "--batch-size 3"],
-                ["--batch-size 4", "--batch-size 5 --input grown.jsonl",
-                 again + " --input grown.jsonl"],
-                ["--batch-size 4 --max-calls 5", "--batch-size 6 --attempts 3 --max-calls 5",
-                 "--attempts 1 --on-failure split"],
-                ["--model py:m.py:f --batch-size 2"], ["--model py:h.py:f"],
-                ["--batch-size 3", "--stage two --id-length 16 --batch-size 3"],
-                ["--batch-size 3", "--id-length 16 --retry-quarantined --attempts 3"],
-                ["trial --sizes 1,1,3 --sample 12"] * 2)):
+        for number, line in enumerate(self.RUNS.strip().split("\n")):
+            again = "--batch-size 7 --attempts 3 --retry-quarantined"
+            runs = line.replace("AGAIN", again).split(";")
             ledger = "l%d.jsonl" % number
             for words in map(str.split, runs):
                 first = words[0] == "trial"
@@ -5584,8 +5599,7 @@ class AuditAndApply(EndpointCase):
             for more in ((), self.INPUT, ("--input", "grown.jsonl")):
                 with self.subTest(runs=runs, more=more):
                     self.holds(ledger, *more)
-            if "--model py:h.py:f" in runs:         # a character in two halves is the character
-                self.assertIn("\U0001f600", self.rows(ledger)[0]["answers"].values())
+        self.assertIn("\U0001f600", self.rows(ledger)[0]["answers"].values())   # is one character
 
     def test_a_ledger_made_under_another_plan_holds(self):
         def plan(batch, policy, size=None, fallback=False, singles=1):
@@ -5624,55 +5638,91 @@ class AuditAndApply(EndpointCase):
     def test_a_ledger_that_was_killed_anywhere_and_gone_on_with_holds(self):
         self.failing(12)
         whole, random_ = self.bytes("l.jsonl"), random.Random(SEED)
+        ledger = ("l.jsonl", *self.INPUT)
         ends = [n for n, byte in enumerate(whole) if byte == 10]
         cuts = {ends[0] - 30, ends[0] + 1, ends[2] - 30, *random_.sample(range(1, len(whole)), 22)}
         for cut in sorted(cuts):
             self.write("l.jsonl", whole[:cut] + random_.choice((b"", b"", b"\0" * 9)))
             torn = self.bytes("l.jsonl")[-1:] not in b"\n}"
-            self.assertEqual("the last line" in self.holds("l.jsonl", *self.INPUT), torn)
+            self.assertEqual("the last line" in self.holds(*ledger), torn)
             self.failing(12, "--attempts", "3")
-            out = self.holds("l.jsonl", *self.INPUT)
-            self.assertEqual("1 lines were cut, and closed off by a later run" in out, torn, out)
+            said = "1 lines were cut, and closed off by a later run"
+            self.assertEqual(said in self.holds(*ledger), torn)
         lines = whole.split(b"\n")
         self.write("l.jsonl", b"\n".join([*lines[:2], lines[2][:-30], lines[2][:20]]))
         self.failing(12)
-        self.assertIn("2 lines were cut", self.holds("l.jsonl", *self.INPUT))
+        self.assertIn("2 lines were cut", self.holds(*ledger))
 
     def test_what_is_no_row_is_named_and_a_torn_line_is_never_whole_json(self):
         self.failing(8)
-        lines = self.bytes("l.jsonl").split(b"\n")[:-1]
-        row, line = json.loads(lines[2]), lines[2].decode()[:-1]
-        for odd, fault in (
-                (json.dumps(dict(row, verdict="okay")), True),
-                (json.dumps(dict(row, verdict="ok", answers={})), True),
-                ('{"event": "attempt", "novel": 1}', True), ("[]", True), ("5", True),
-                (line + ', "verdict": "ok"}', True), (line + ', "ms": NaN}', True),
-                (line + ', "missing": ["\udcff"]}', True),
-                (line[:-6], False), ("\0\0\0", False), ("", False)):
+        rows, lines = self.every(), self.bytes("l.jsonl").split(b"\n")
+        line = lines[2].decode()[:-1]
+        for odd in (json.dumps(dict(rows[2], verdict="okay")), line + ', "verdict": "ok"}',
+                    json.dumps(dict(rows[2], verdict="ok", answers={})), line + ', "ms": NaN}',
+                    line + ', "missing": ["\udcff"]}', '{"event": "attempt", "x": 1}', "[]", "5"):
             odd = odd.encode("utf-8", "surrogateescape")
-            crc, after = zlib.crc32(odd), []
-            for one in lines[3:]:
-                after.append(re.sub(b'"prev": "[0-9a-f]{8}"', b'"prev": "%08x"' % crc, one))
-                crc = zlib.crc32(after[-1])
-            closed = b"\n".join([*lines[:2], odd, *after, b""])
-            last = b"\n".join([*lines, odd])
-            for content, number in ((closed, 3), (last, len(lines) + 1), (last + b"\n", len(lines) + 1)):
-                self.write("e.jsonl", content)
-                out = self.audit("e.jsonl")[1]
+            for number, changed in ((3, [*rows[:2], odd, *rows[3:]]),
+                                    (len(rows) + 1, [*rows, odd])):
                 said = "e.jsonl:%d: it is whole JSON and no row: edited, or of another" % number
-                self.assertEqual(said in out, fault, (odd, out))
-                if content is closed and not fault:
-                    self.assertIn("e.jsonl: 1 lines were cut, and closed off by a later run (3)", out)
-        for content, said in ((b"", "e.jsonl: the ledger is empty"),
-                              (lines[0][:99], "e.jsonl: the last line (1) is cut or garbage")):
-            self.write("e.jsonl", content)
+                self.chained(changed)
+                self.named(said, "e.jsonl")
+                self.write("e.jsonl", self.bytes("e.jsonl")[:-1])
+                self.named(said, "e.jsonl")
+        for odd in (line[:-6].encode(), b"\0\0\0", b""):
+            self.chained([*rows[:2], odd, *rows[3:]])
+            said = "1 lines were cut, and closed off by a later run (3)"
             self.assertIn(said, self.holds("e.jsonl"))
-        for kept, number, said in ((lines[:2] + lines[3:], 3, "it does not follow the line before"),
-                                   (lines[:2] + [b"junk"] + lines[2:], 3, "the line is damaged")):
-            self.write("e.jsonl", b"\n".join([*kept, b""]))
-            self.named("e.jsonl:%d: %s" % (number, said), "e.jsonl")
-        self.edited(2, {"ms": 98765}, chain=False)
-        self.named("e.jsonl:4: it does not follow the line before", "e.jsonl")
+        for content, said in ((b"", "the ledger is empty"),
+                              (lines[0][:99], "the last line (1) is cut or garbage")):
+            self.write("e.jsonl", content)
+            self.assertIn("e.jsonl: " + said, self.holds("e.jsonl"))
+        broken = "it does not follow the line before"
+        edited = json.dumps(dict(rows[2], ms=98765)).encode()
+        for changed, said in ((lines[:2] + lines[3:], "3: " + broken),
+                              ([*lines[:2], edited, *lines[3:]], "4: " + broken),
+                              ([*lines[:2], b"junk", *lines[2:]], "3: the line is damaged")):
+            self.write("e.jsonl", b"\n".join(changed))
+            self.named("e.jsonl:" + said, "e.jsonl")
+
+    # Which row, what is changed (null: left out), and what is said of its line.
+    CHANGED = """
+    good   {"answers": {"NAME": "bad"}}   item NAME: the answer "bad" is not that of its reply, "
+    good   {"reply": "[]"}                its verdict is ok, and its reply is set_mismatch today (
+    good   {"reply": null}                its verdict is ok, and its reply is empty_reply today (
+    good   {"task": "0123456789ab"}       task is "0123456789ab", and by its run "
+    good   {"run": "elsewhere"}           no run row "elsewhere" stands before it
+    good   {"arm": 0}                     its run has no arm 0
+    good   {"event": "note"}              a row of an unknown kind, "note"
+    good   {"event": "note"}              a row of kind "note" holds answers
+    good   {"custom_id": "x-1"}           no open request of a job has the custom id x-1
+    good   {"prompt_sha": "0"}            prompt_sha is "0", and by the input "
+    good   {"answers": null, "verdict": "rejected"}  its verdict is rejected, and its reply is ok
+    good   {"answers": null, "verdict": "not_json"}  its verdict is not_json, and its reply is ok
+    good   {"answers": null, "verdict": "refused"}   its verdict is refused, and its reply is ok
+    first  {"verdict": "refused"}         its verdict is refused, and its reply is set_mismatch
+    good   {"quarantined": ["NAME"]}      it is whole JSON and no row
+    first  {"batch_id": "000000000000"}   batch_id is neither that of its items nor
+    good   {"batch_id": "000000000000"}   batch_id is neither that of its items nor
+    first  {"batch": ["x"]}               its batch names what is no id
+    good   {"fallback": false}            fallback is false, and by the calls before it true
+    first  {"fallback": true}             fallback is true, and by the calls before it false
+    second {"attempt": 1}                 attempt 1, and that is on the ledger before
+    first  {"attempt": 2}                 attempt 2, and none before it of these items failed
+    second {"attempt": 3}                 attempt 3, and its run makes 2
+    first  {"size": 4}                    size is 4, and its run asks at 3
+    good   {"size": 1}                    size is 1, and its run asks at 3
+    good   {"reordered": true}            reordered is true, and by its reply false
+    good   {"normalised": ["fence"]}      normalised is ["fence"], and by its reply []
+    first  {"missing": null}              missing is [], and by its reply ["
+    first  {"extra": ["x"]}               extra is ["x"], and by its reply []
+    first  {"sources": null}              sources is [], and by the input [
+    good   {"sources": ["z"]}             sources is ["z"], and by the input [
+    good   {"text_sha": ["NAME00000000000000000000"]}  NAME is "NAME00000000000000000000", and by
+    first  {"quarantined": IDS, "text_sha": SHAS}      it puts its items into quarantine, and calls
+    run    {"items": 13}                  items is 13, and by the input of its digest 12
+    run    {"stage": "x"}                 stage is "x", and by its task "main"
+    run    {"fingerprint": "x"}           fingerprint is "x", and by its task "
+    run    {"task": {"instruction": 5}}   the task of run RUN cannot be read: """
 
     def test_every_member_that_can_be_derived_is(self):
         def script(prompt, number):
@@ -5683,67 +5733,28 @@ class AuditAndApply(EndpointCase):
         self.ask(self.serve(script), 12, "--batch-size", "3", *more)
         self.main(*self.INPUT, "--model", "x", "--base-url", "http://127.0.0.1:9", *more)
         self.holds("l.jsonl", *self.INPUT)
+        places = {"run": 0, "good": self.place(verdict="ok"),
+                  "first": self.place(attempt=1, fallback=False, verdict="set_mismatch"),
+                  "second": self.place(attempt=2, fallback=False)}
         rows = self.every()
-        first = self.place(attempt=1, fallback=False, verdict="set_mismatch")
-        second = self.place(attempt=2, fallback=False)
-        good = self.place(verdict="ok")
-        held = next(n for n, row in enumerate(rows) if "quarantined" in row)
-        [name] = rows[good]["batch"]
-        batch = rows[first]["batch"]
-        shas = {bh.item_id(text): bh.text_digest(text)[:32]
-                for text in map("text number %d".__mod__, range(12))}
-        as_if = {"answers": None, "verdict": "rejected"}
-        for number, change, said in (
-                (good, {"answers": {name: "bad"}},
-                 'item %s: the answer "bad" is not that of its reply, "good"' % name),
-                (good, {"reply": "[]"}, "its verdict is ok, and its reply is set_mismatch today (exp"),
-                (good, {"reply": None}, "its verdict is ok, and its reply is empty_reply"),
-                (good, {"task": "0123456789ab"}, 'task is "0123456789ab", and by its run "'),
-                (good, {"run": "elsewhere"}, 'no run row "elsewhere" stands before it'),
-                (good, {"arm": 0}, "its run has no arm 0"),
-                (good, {"event": "note"}, "a row of an unknown kind"),
-                (good, {"event": "note"}, 'a row of kind "note" holds answers'),
-                (good, {"custom_id": "x-1"}, "no open request of a job has the custom id x-1"),
-                (good, {"prompt_sha": "0" * 32}, 'prompt_sha is "0000'),
-                (good, as_if, "its verdict is rejected, and its reply is ok today"),
-                (good, {**as_if, "verdict": "not_json"}, "its verdict is not_json, and its reply is"),
-                (good, {**as_if, "verdict": "refused"}, "its verdict is refused, and its reply is ok"),
-                (first, {"verdict": "refused"}, "its verdict is refused, and its reply is set_mism"),
-                (good, {"quarantined": [name]}, "it is whole JSON and no row"),
-                (first, {"batch_id": "0" * 12}, "batch_id is neither that of its items"),
-                (good, {"batch_id": "0" * 12}, "batch_id is neither that of its items"),
-                (first, {"batch": ["x"]}, "its batch names what is no id"),
-                (good, {"fallback": False}, "fallback is false, and by the calls before it true"),
-                (first, {"fallback": True}, "fallback is true, and by the calls before it false"),
-                (second, {"attempt": 1}, "attempt 1, and that is on the ledger before"),
-                (first, {"attempt": 2}, "attempt 2, and none before it of these items failed"),
-                (second, {"attempt": 3}, "attempt 3, and its run makes 2"),
-                (first, {"size": 4}, "size is 4, and its run asks at 3"),
-                (good, {"size": 1}, "size is 1, and its run asks at 3"),
-                (good, {"reordered": True}, "reordered is true, and by its reply false"),
-                (good, {"normalised": ["fence"]}, 'normalised is ["fence"], and by its reply []'),
-                (first, {"missing": None}, "missing is [], and by its reply ["),
-                (first, {"extra": ["x"]}, 'extra is ["x"], and by its reply []'),
-                (first, {"quarantined": batch, "text_sha": [shas[one] for one in batch]},
-                 "into quarantine, and calls were left to be made"),
-                (first, {"sources": None}, "sources is [], and by the input ["),
-                (good, {"sources": ["z"]}, 'sources is ["z"], and by the input ['),
-                (good, {"text_sha": [name + "0" * 20]}, '%s is "%s0' % (name, name)),
-                (held, lambda row: {"text_sha": [one[:12] + "0" * 20 for one in row["text_sha"]]},
-                 '00", and by its text "'),
-                (0, {"items": 13}, "items is 13, and by the input of its digest 12"),
-                (0, {"items": 3}, "12 items submitted, and 3 were frozen"),
-                (0, {"digest": "0" * 32}, "the digest of run %s is not that" % rows[0]["run"]),
-                (0, {"stage": "x"}, 'stage is "x", and by its task "main"'),
-                (0, lambda row: {"task": {**row["task"], "instruction": "B."}}, "fingerprint is "),
-                (0, {"task": {"instruction": 5}}, "the task of run %s cannot be read" % rows[0]["run"])):
-            with self.subTest(said=said):
-                self.edited(number, change)
-                self.named(said, "e.jsonl", *self.INPUT)
-                if number:
-                    self.named("e.jsonl:%d: " % (number + 1), "e.jsonl", *self.INPUT)
-        lines = self.bytes("l.jsonl").split(b"\n")
-        self.write("e.jsonl", b"\n".join([*lines[:-1], lines[good], b""]))
+        run, ids = rows[0]["run"], rows[places["first"]]["batch"]
+        [name] = rows[places["good"]]["batch"]
+        shas = {item.id: item.digest[:32] for item in made(12)}
+        for old, new in (("NAME", name), ("RUN", run), ("IDS", json.dumps(ids)),
+                         ("SHAS", json.dumps([shas[one] for one in ids]))):
+            self.CHANGED = self.CHANGED.replace(old, new)
+        for line in self.CHANGED.split("\n")[1:]:
+            with self.subTest(line=line):
+                place, change = line.split(None, 1)
+                change, end = json.JSONDecoder().raw_decode(change)
+                self.edited(places[place], change)
+                said = line.split(None, 1)[1][end:].strip()
+                self.named("e.jsonl:%d: %s" % (places[place] + 1, said), "e.jsonl", *self.INPUT)
+        for change, said in (({"items": 3}, "12 items submitted, and 3 were frozen"),
+                             ({"digest": "0"}, "the digest of run %s is not that of its" % run)):
+            self.edited(0, change)
+            self.named(said, "e.jsonl", *self.INPUT)
+        self.chained([*rows, rows[places["good"]]])
         self.named("item %s was accepted before" % name, "e.jsonl")
 
     def test_a_quarantine_without_the_reply_that_failed_does_not_hold(self):
@@ -5773,8 +5784,9 @@ class AuditAndApply(EndpointCase):
         self.assertEqual(whole[0], 0, whole)
         self.assertIn("30 rows to all.jsonl: answered 30", whole[2])
         self.main(*export, "one.jsonl", "--output", "one-all.jsonl")
-        answers = [[row["answer"] for row in self.every(path)] for path in ("all.jsonl", "one-all.jsonl")]
-        self.assertEqual(answers[0], answers[1])
+        answers = [[row["answer"] for row in self.every(path)]
+                   for path in ("all.jsonl", "one-all.jsonl")]
+        self.assertEqual(*answers)
         self.holds("s1.jsonl", "s2.jsonl", *self.INPUT)
         self.assertEqual(self.main(*export, "s1.jsonl", "s2.jsonl", "one.jsonl")[0], 0)
 
@@ -5792,34 +5804,32 @@ class AuditAndApply(EndpointCase):
         self.named(said, "a.jsonl", "b.jsonl")
         for ledgers in (["a.jsonl", "c.jsonl"], ["c.jsonl", "a.jsonl"]):    # there in quarantine
             rows = map(json.loads, self.main(*export, *ledgers)[1].splitlines())
-            self.assertEqual({(row["status"], row["answer"]) for row in rows}, {("answered", "good")})
+            found = {(row["status"], row["answer"]) for row in rows}
+            self.assertEqual(found, {("answered", "good")})
 
     def test_an_export_can_be_a_database(self):
         keys = (5, "a", None, 10 ** 30, True)
         self.write("items.jsonl", "".join(json.dumps({"id": key, "text": "=text %d" % n}) + "\n"
                                           for n, key in enumerate(keys)))
-        self.write("task.json", json.dumps({"instruction": "J", "fields": {
-            "tone": {"enum": ["a", "b"]}, "tags": {"type": "array"}, "id2": {"type": "integer"}}}))
-        self.main(*self.INPUT, "--model", "demo", "--task", "task.json", "--ledger", "l.jsonl")
+        self.fields({"tone": {"enum": ["a", "b"]}, "tags": {"type": "array"},
+                     "id2": {"type": "integer"}})
         export = ("export", *self.INPUT, "--ledger", "l.jsonl")
         for _ in range(2):
             self.assertEqual(self.main(*export, "--output", "posts.db")[0], 0)
-        rows = [json.loads(line) for line in self.main(*export)[1].splitlines()]
         found = self.sql("SELECT row, status, text, id, tone, tags, id2 FROM answers")
-        self.assertEqual(found, [
-            (n, "answered", "=text %d" % (n - 1), key, row["answer"]["tone"],
-             json.dumps(row["answer"]["tags"]), row["answer"]["id2"])
-            for n, key, row in zip(range(1, 6), (5, "a", None, str(10 ** 30), 1), rows)])
+        for n, line in enumerate(self.main(*export)[1].splitlines()):
+            tone, tags, id2 = json.loads(line)["answer"].values()
+            self.assertEqual(found[n], (n + 1, "answered", "=text %d" % n, (
+                5, "a", None, str(10 ** 30), 1)[n], tone, json.dumps(tags), id2))
 
     def test_an_export_to_a_database_takes_any_name_and_key(self):
         self.write("items.jsonl", '{"id": %s, "text": "a"}\n' % ("9" * 5000))
         for names, code in ((("tone, all", "x"), 0), (("Text", "x"), 0), (("X", "x"), 2)):
-            fields = dict.fromkeys(names, {"enum": ["a"]})
-            self.write("task.json", json.dumps({"instruction": "J", "fields": fields}))
-            more = (*self.INPUT, "--ledger", "%s.jsonl" % names[0])
-            self.assertEqual(self.main(*more, "--model", "demo", "--task", "task.json")[0], 0)
-            found, _, err = self.main("export", *more, "--output", "%s.db" % names[0])
+            self.fields(dict.fromkeys(names, {"enum": ["a"]}))
+            found, _, err = self.main("export", *self.INPUT, "--ledger", "l.jsonl", "--output",
+                                      "%s.db" % names[0])
             self.assertEqual((found, "fault of its own" in err), (code, False), err)
+            os.remove("l.jsonl")
 
     def test_an_item_is_explained_under_ids_of_several_lengths(self):
         for stage, length in (("one", "12"), ("two", "16")):
@@ -5845,18 +5855,14 @@ class AuditAndApply(EndpointCase):
         self.failing(count)
         self.table(count, columns)
 
-    def answered(self, values, schema, version=None):
+    def answered(self, values, schema, **task):
         """A ledger whose items 0, 1, 2 ... have these answers, and their table."""
         self.items_file(len(values))
-        self.write("task.json", json.dumps({"instruction": "J", "rubric_version": version,
-                                            "fields": {"answer": schema}}))
+        members = "".join(', "%s": %d' % member for member in task.items())
         self.write("m.py", self.CALLED + "'[{\"id\": \"%%s\"%s, \"answer\": %%s}]' %% (ids[0], %r["
                    "int(re.findall('number ([0-9]+)<', p)[0])])" % (
-                       ', "rubric_version": %d' % version if version else "",
-                       list(map(json.dumps, values))))
-        code, out, err = self.main(*self.INPUT, "--model", "py:m.py:f", "--task", "task.json",
-                                   "--ledger", "l.jsonl")
-        self.assertEqual(code, 0, out + err)
+                       members, list(map(json.dumps, values))))
+        self.fields({"answer": schema}, "py:m.py:f", **task)
 
     def answers(self):
         return dict(self.sql("SELECT id, answer FROM posts"))
@@ -5881,21 +5887,29 @@ class AuditAndApply(EndpointCase):
         return out + err, why
 
     def test_what_becomes_of_a_row_is_decided_by_its_cells(self):
-        own, other = "run/batch/item", "run2/batch2/item"
-        for applied, cells, version, outcome in (
-                (False, (None, None, None), 3, ""), (False, (None, "hand", 3), 3, ""),
-                (False, (own, "good", 3), 3, "applied"), (False, (own, "bad", 3), 3, ""),
-                (False, (other, "good", 3), 3, ""), (True, (own, "hand", 3), 3, "applied"),
-                (True, (other, "hand", 9), 3, "applied"), (True, (other, None, 3), 3, ""),
-                (True, ("run/batch/item2", "hand", 3), 3, ""), (True, (None, "hand", 3), 3, ""),
-                (False, (None, None, 2), 3, ""), (False, (None, None, "3"), 3, ""),
-                (False, (None, None, 3.0), 3, ""), (False, (None, None, 4), 3, "stale_rubric"),
-                (False, (None, None, "x"), 3, "stale_rubric"),
-                (False, (None, None, 2.5), 3, "stale_rubric"), (False, ("", "", None), None, "")):
-            change = bh.Change("item", (own, "good", version))
-            self.assertEqual(bh.row_outcome(cells, change, applied), outcome, (applied, cells))
-        for now, value, same in ((1, 1.0, True), (1, True, True), ("1", 1, False), (None, "", False)):
-            self.assertIs(bh.same_cell(now, value), same)
+        table = """
+            mark           value   rubric  known   outcome
+            null           null    null    -       write
+            null           "hand"  3       -       write
+            "r/b/item"     "good"  3       -       applied
+            "r/b/item"     "bad"   3       -       write
+            "r2/b2/item"   "good"  3       -       write
+            "r/b/item"     "hand"  3       applied applied
+            "r2/b2/item"   "hand"  9       applied applied
+            "r2/b2/item"   null    3       applied write
+            "r/b/item2"    "hand"  3       applied write
+            null           "hand"  3       applied write
+            null           null    2       -       write
+            null           null    "3"     -       write
+            null           null    3.0     -       write
+            null           null    4       -       stale_rubric
+            null           null    "x"     -       stale_rubric
+            null           null    2.5     -       stale_rubric"""
+        change = bh.Change("item", ("r/b/item", "good", 3))
+        for line in table.split("\n")[2:]:
+            *cells, known, outcome = line.split()
+            found = bh.row_outcome(list(map(json.loads, cells)), change, known == "applied")
+            self.assertEqual(found or "write", outcome, line)
 
     def test_answers_go_into_the_rows_they_are_about(self):
         self.posts(6)
@@ -5907,16 +5921,16 @@ class AuditAndApply(EndpointCase):
         self.assertIn("6 answered items: applied 6", self.applied()[0])
         self.assertEqual((self.answers(), self.ledgered()), (expected, {"applied": 6}))
         self.assertEqual({mark for mark, in self.sql("SELECT decided FROM posts")}, {
-            "%s/%s/%s" % (row["run"], row["batch_id"], name) for row in rows for name in row["batch"]})
+            "/".join((row["run"], row["batch_id"], name)) for row in rows for name in row["batch"]})
         before = self.bytes("l.jsonl")
         self.assertIn("0 rows written", self.applied()[0])
-        self.sql("UPDATE posts SET answer = 'by hand' WHERE id = 2")    # what a person changed stays
+        self.sql("UPDATE posts SET answer = 'by hand' WHERE id = 2")
         self.applied()
         self.assertEqual((self.answers()[2], self.bytes("l.jsonl")), ("by hand", before))
         self.assertIn("posts.db, table posts (answer): applied 6\n", self.holds("l.jsonl"))
         place = self.place(event="apply")
         for name in ("0" * 12, "me"):
-            self.edited(place, lambda row: {"applied": [*row["applied"], name]})
+            self.edited(place, {"applied": [name]})
             self.named('e.jsonl:%d: applied: no row before it answers item "%s"' % (
                 place + 1, name), "e.jsonl")
 
@@ -5932,8 +5946,9 @@ class AuditAndApply(EndpointCase):
         self.assertIn("applied 3, stale_text 2, missing_row 1\n", self.holds("l.jsonl"))
 
     def test_a_newer_rubric_wins_wherever_it_comes_from(self):
-        self.answered(["a"] * 6, {"type": "string"}, version=3)
+        self.answered(["a"] * 6, {"type": "string"}, rubric_version=3)
         self.table(6, ", ROWID TEXT, OID TEXT")
+        self.sql("INSERT INTO posts (id, text) VALUES (?, 'text number 0')", -(1 << 63))
         real, rubric = bh.Table.chunk, ("--rubric-column", "rubric")
 
         def chunk(table, after):        # another process comes before it or after it, never between
@@ -5943,18 +5958,13 @@ class AuditAndApply(EndpointCase):
             return real(table, after)
         for n, version in enumerate((2, "3", 4, None, "x", 2.5)):
             self.sql("UPDATE posts SET rubric = ? WHERE id = ?", version, n)
-        self.assertIn("the task's rubric_version is 3; give --rubric-column", self.applied(code=2)[0])
+        self.assertIn("rubric_version is 3; give --rubric-column", self.applied(code=2)[0])
         with mock.patch.object(bh.Table, "chunk", chunk):
             self.applied(*rubric)
-        self.assertEqual((self.without(), self.ledgered()), ([2, 4, 5], {"applied": 3, "stale_rubric": 3}))
-        self.assertEqual(self.sql("SELECT rubric FROM posts WHERE id < 4"), [(3,), (3,), (4,), (3,)])
-        self.sql("DROP TABLE posts")
-        self.sql("CREATE TABLE posts (id TEXT, text TEXT COLLATE NOCASE, answer TEXT, decided TEXT, rubric TEXT)")
-        for row in ((-(1 << 63), "0", "text number 0", "1"), (5, "1", "Text Number 1", None),
-                    (6, "2", "text number 2", "4"), (7, "3", "text number 3", 3.0)):
-            self.sql("INSERT INTO posts (rowid, id, text, rubric) VALUES (?, ?, ?, ?)", *row)
-        self.assertEqual(self.main(*self.APPLY, *rubric)[0], 0)
-        self.assertEqual(self.without(), ["1", "2"])
+        self.assertEqual(self.without(), [2, 4, 5])
+        self.assertEqual(self.ledgered(), {"applied": 3, "stale_rubric": 3})
+        found = self.sql("SELECT rubric FROM posts WHERE id < 4")
+        self.assertEqual(found, [(3,), (3,), (3,), (4,), (3,)])
 
     def test_stages_and_columns_share_a_batch_column_and_what_a_person_changed_stays(self):
         self.table(4, ", a TEXT NOT NULL DEFAULT '', b TEXT NOT NULL DEFAULT ''")
@@ -5995,19 +6005,20 @@ class AuditAndApply(EndpointCase):
             for written, said in ((2, "left by --limit 4, applied 2"), (4, "left by --limit 2"),
                                   (6, "applied 6"), (6, "applied 6")):
                 self.assertIn(said, self.applied("--limit", "2")[0])
-                self.assertEqual((6 - len(self.without()), self.ledgered()), (written, {"applied": written}))
+                self.assertEqual(len(self.without()), 6 - written)
+                self.assertEqual(self.ledgered(), {"applied": written})
 
     def test_killed_in_the_middle_table_and_ledger_agree_after_the_next_run(self):
         self.posts(60)
-        quick = ("import sys, os; sys.path.insert(0, %r); import batch_harness as bh; bh.CHUNK = 7\n"
-                 "real = bh.%%s; seen = []\n"
+        quick = ("import sys, os; sys.path.insert(0, %r); import batch_harness as bh\n"
+                 "bh.CHUNK = 7; real = bh.%%s; seen = []\n"
                  "def kill(*a, **k):\n    seen.append(1)\n"
                  "    if len(seen) == %%d: os.kill(os.getpid(), 9)\n    return real(*a, **k)\n"
                  "bh.%%s = kill; sys.exit(bh.main(sys.argv[1:]))" % HERE)
-        for place, number in (("record", 1), ("record", 4), ("Table.update", 3), ("Table.update", 9),
-                              ("Table.update", 20)):
-            run = subprocess.run([sys.executable, "-c", quick % (place, number, place), *self.APPLY],
-                                 capture_output=True)
+        for place, number in (("record", 1), ("record", 4), ("Table.update", 3),
+                              ("Table.update", 9), ("Table.update", 20)):
+            code = quick % (place, number, place)
+            run = subprocess.run([sys.executable, "-c", code, *self.APPLY], capture_output=True)
             self.assertEqual(run.returncode, -9, run.stderr)
         self.applied()
         self.assertEqual((self.without(), self.ledgered()), ([], {"applied": 60}))
@@ -6016,9 +6027,9 @@ class AuditAndApply(EndpointCase):
     def test_an_edited_answer_reaches_no_table(self):
         self.posts(6)
         place = self.place(verdict="ok")
-        turned = {"good": "bad", "bad": "good"}
-        self.edited(place, lambda row: {"answers": {
-            name: turned[answer] for name, answer in row["answers"].items()}})
+        answers = self.every()[place]["answers"]
+        turned = "good" if "bad" in answers.values() else "bad"
+        self.edited(place, {"answers": dict.fromkeys(answers, turned)})
         os.replace("e.jsonl", "l.jsonl")
         self.assertIn("l.jsonl:%d: its answers are not those of its reply; nothing was applied" % (
             place + 1), self.applied(code=2)[0])
@@ -6026,18 +6037,16 @@ class AuditAndApply(EndpointCase):
 
     def test_fields_go_into_the_columns_they_are_mapped_to(self):
         self.items_file(3)
-        self.write("task.json", json.dumps({"instruction": "J", "fields": {
-            "tone": {"enum": ["a", "b"]}, "tags": {"type": "array", "items": {"enum": ["x"]}},
-            "n": {"type": "integer"}}}))
-        self.main(*self.INPUT, "--model", "demo", "--task", "task.json", "--ledger", "l.jsonl")
+        self.fields({"tone": {"enum": ["a", "b"]}, "n": {"type": "integer"},
+                     "tags": {"type": "array", "items": {"enum": ["x"]}}})
         self.table(3, ', mood TEXT, "odd ""name" TEXT, n INTEGER')
         self.applied("--set", "mood=tone", "--set", 'odd "name=tags', "--set", "n=n")
         [(mood, tags, n)] = self.sql('SELECT mood, "odd ""name", n FROM posts WHERE id = 0')
         self.assertIn(mood, "ab")
         self.assertEqual((json.loads(tags), type(n)), (["x"], int))
         own = "--set COLUMN must name a column of its own"
-        for more, said in ((["mood=none"], "the task has no field none; it has tone, tags, n"),
-                           (["none=tone"], "no such column: t.none"), ([], "no such column: t.tone"),
+        for more, said in ((["mood=none"], "the task has no field none; it has tone, n, tags"),
+                           (["none=tone"], "such column: t.none"), ([], "such column: t.tone"),
                            (["answer=tone", "answer=n"], "--set answer is given 2 times"),
                            (["decided=tone"], own), (["TEXT=tone"], own), (["oid=n"], own)):
             words = [word for pair in more for word in ("--set", pair)]
@@ -6046,11 +6055,12 @@ class AuditAndApply(EndpointCase):
     def test_what_a_table_cannot_take_gets_a_clear_line(self):
         self.posts(2)
         self.sql("CREATE VIEW seen AS SELECT * FROM posts")
-        self.sql("CREATE TABLE bare (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT) WITHOUT ROWID")
+        self.sql("CREATE TABLE bare (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT)"
+                 " WITHOUT ROWID")
         self.write("junk.db", "no database at all" * 99)
         for place, name, said in ((6, "seen", "cannot use table seen of posts.db: "),
                                   (6, "none", "no such table: none"), (6, "bare", "_rowid_"),
-                                  (4, "none.db", "unable to open"), (4, "junk.db", "not a database")):
+                                  (4, "none.db", "unable to open"), (4, "junk.db", "no")):
             words = [*self.APPLY[:place], name, *self.APPLY[place + 1:]]
             code, out, err = self.main(*words)
             self.assertEqual((code, out), (2, ""))
@@ -6088,8 +6098,9 @@ class AuditAndApply(EndpointCase):
                 self.assertEqual(self.ledgered(), collections.Counter(
                     applied=len(kept), not_kept=len(lost)) + collections.Counter())
                 self.assertEqual(sorted(why), lost)
-                self.assertEqual(self.sql("SELECT id FROM posts WHERE mine IS NOT NULL OR decided IS"
-                                          " NOT NULL ORDER BY id"), [(n,) for n in kept])
+                found = self.sql("SELECT id FROM posts WHERE mine IS NOT NULL "
+                                 "OR decided IS NOT NULL ORDER BY id")
+                self.assertEqual(found, [(n,) for n in kept])
                 for n in lost:
                     self.assertRegex(why[n], r"column mine holds .* where %s was written" % (
                         re.escape(json.dumps(values[n]))))
@@ -6102,12 +6113,10 @@ class AuditAndApply(EndpointCase):
     def test_what_a_trigger_overwrites_ignores_or_takes_away_is_not_kept(self):
         self.answered(["a", "b", "c", "d", "e"], {"type": "string"})
         self.table(5)
-        for n, (when, words, said) in enumerate((
-                ("AFTER", "UPDATE posts SET answer = upper(answer) WHERE id = 0",
-                 'column answer holds "A" where "a" was written'),
-                ("BEFORE", "SELECT RAISE(IGNORE)", "column decided holds null where "),
-                ("AFTER", "DELETE FROM posts WHERE id = 2", "the row went away"),
-                ("AFTER", "UPDATE posts SET decided = 'x' WHERE id = 3", 'column decided holds "x" where '))):
+        for n, (when, words) in enumerate((
+                ("AFTER", "UPDATE posts SET answer = upper(answer) WHERE id = 0"),
+                ("BEFORE", "SELECT RAISE(IGNORE)"), ("AFTER", "DELETE FROM posts WHERE id = 2"),
+                ("AFTER", "UPDATE posts SET decided = 'x' WHERE id = 3"))):
             self.sql("CREATE TRIGGER t%d %s UPDATE ON posts WHEN NEW.id = %d BEGIN %s; END" % (
                 n, when, n, words))
         out, why = self.applied(code=1)
@@ -6127,8 +6136,8 @@ class AuditAndApply(EndpointCase):
         raised = ("CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.answer = 'bad' "
                   "BEGIN SELECT RAISE(%s, 'not today'); END")
         for rule, reason in (
-                ("ALTER TABLE posts ADD COLUMN more TEXT CHECK (answer IS NOT 'bad')", "CHECK constraint failed"),
-                ("CREATE UNIQUE INDEX one ON posts (answer)", "UNIQUE constraint failed: posts.answer"),
+                ("ALTER TABLE posts ADD COLUMN more TEXT CHECK (answer IS NOT 'bad')", "CHECK"),
+                ("CREATE UNIQUE INDEX one ON posts (answer)", "UNIQUE constraint failed"),
                 (raised % "ABORT", "not today"), (raised % "FAIL", "not today"),
                 (raised % "ROLLBACK", "not today"),
                 ("CREATE TRIGGER t BEFORE UPDATE ON posts WHEN NEW.answer = 'bad' BEGIN "
@@ -6139,13 +6148,13 @@ class AuditAndApply(EndpointCase):
                 self.table(5)
                 self.sql(rule)
                 lost = [3] if unique else [1, 3]
-                self.applied("--limit", "2", code=0 if unique else 1)
+                self.applied("--limit", "2", code=len(lost) - 1)
                 self.assertEqual(len(self.without()), 3)
                 said, why = self.applied(code=1)
                 self.assertEqual((sorted(why), self.without()), (lost, lost))
                 self.assertEqual(self.ledgered(), {"applied": 5 - len(lost), "refused": len(lost)})
                 self.assertIn(reason, why[3])
-                self.assertIn(reason, said)
+                self.assertIn("refused, such as item ", said)
                 for path in ("l.jsonl", "posts.db"):
                     os.remove(path)
         self.answered([10 ** 19, 1], {"type": "integer"})
@@ -6155,8 +6164,8 @@ class AuditAndApply(EndpointCase):
     def test_a_row_that_a_trigger_moved_on_is_decided_as_it_is_now(self):
         self.answered(["a", "b", "c"], {"type": "string"})
         self.table(3)
-        self.sql("CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.id = 0 BEGIN UPDATE posts SET text"
-                 " = 'other' WHERE id = 1; DELETE FROM posts WHERE id = 2; END")
+        self.sql("CREATE TRIGGER t AFTER UPDATE ON posts WHEN NEW.id = 0 BEGIN UPDATE posts "
+                 "SET text = 'other' WHERE id = 1; DELETE FROM posts WHERE id = 2; END")
         self.assertEqual(self.main(*self.APPLY)[0], 0)
         self.assertEqual(self.answers(), {0: "a", 1: None})
         self.assertEqual(self.ledgered(), {"applied": 1, "stale_text": 1, "missing_row": 1})
