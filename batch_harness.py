@@ -6507,7 +6507,7 @@ class Auditor:
         self._held: Dict[Course, Set[str]] = collections.defaultdict(set)   # items in quarantine
         # (course, batch_id, ids, attempt) -> run and verdict of its last reply
         self._failed: Dict[Tuple[Any, ...], Tuple[str, str]] = {}
-        self._sizes: Set[Tuple[Course, str, int]] = set()           # of these
+        self._sizes: Set[Tuple[Course, str, int]] = set()           # of these batches
         self._batches: Dict[str, Sequence[str]] = {}                # batch_id -> ids of what failed
         self._requests: Dict[str, Any] = {}     # custom id -> its request, until its reply
         self._jobs: Set[str] = set()            # keys of jobs that are not collected
@@ -6981,11 +6981,10 @@ def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
     mark, *values, rubric = cells
     own, *wanted, version = change.cells
     pairs = list(zip(values, wanted))
-    if mark == own and all(itertools.starmap(same_cell, pairs)):
-        return "applied"
+    there = mark == own and all(itertools.starmap(same_cell, pairs))
     # A person may have changed it since; the mark may be that of another stage on the same text.
     ours = applied and str(mark).endswith("/" + change.name)
-    if ours and not any(now is None and value is not None for now, value in pairs):
+    if there or ours and not any(now is None and value is not None for now, value in pairs):
         return "applied"
     if rubric is not None:
         decided = version_in(rubric)
