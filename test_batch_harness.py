@@ -2535,7 +2535,7 @@ class Models(EndpointCase):
         code, out, err = self.ask(server, 80, model="anthropic:m")
         self.assertEqual((code, len(server.requests)), (3, 53), out + err)
         self.assertIn("3 of 80 items answered, 0 quarantined, 77 pending", out)
-        self.assertRegex(out, "50 calls in a row brought no acceptable reply.*Your balance is too low")
+        self.assertRegex(out, "50 calls brought no acceptable reply.*Your balance is too low")
         code, out, err = self.ask(self.serve(lambda prompt, n: message(reply_to_prompt(prompt))), 80, model="anthropic:m")
         self.assertIn("80 of 80 items answered, 0 quarantined", out)
 
@@ -3047,483 +3047,428 @@ class Models(EndpointCase):
 # ====================================================================================================================
 
 class Runs(EndpointCase):
-    def test_kill_nine_with_sixteen_calls_in_flight_repeats_at_most_those(self):
-        gate, asked = threading.Event(), []
+    IMPATIENT = ("import sys; sys.path.insert(0, %r); import batch_harness as bh; "
+                 "bh.PATIENCE = %s; bh.BACKOFF = 0.01; bh.program()")
+
+    def gated(self, free=0):
+        """An endpoint that holds calls back, but for the first ones, until self.gate is set."""
+        self.gate = gate = threading.Event()
+        self.addCleanup(gate.set)
 
         def script(prompt, number):
-            asked.extend(name for name, _ in asked_in(prompt))
-            if number > 40 and not gate.is_set():
-                gate.wait(30)
+            if number > free:
+                gate.wait(20)
             return completion(reply_to_prompt(prompt))
-        server = self.serve(script)
-        self.items_file(200)
-        words = ("--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base, "--workers", "16", "--batch-size", "2")
-        run = self.process(*words)
-        self.wait_for(lambda: server.in_flight == 16, "16 calls in flight")
+        return self.serve(script)
+
+    def slow(self, seconds):
+        """An endpoint that takes its time."""
+        def script(prompt, number):
+            time.sleep(seconds)
+            return completion(reply_to_prompt(prompt))
+        return self.serve(script)
+
+    def begun(self, server, *more, count=40, workers=3, patience=None, **streams):
+        """A run whose workers all wait for the endpoint by now."""
+        self.words = ["--input", self.items_file(count), "--model", "openai:x",
+                      "--base-url", server.base, "--workers", str(workers), *more]
+        program = PROGRAM
+        if patience is not None:
+            program = self.write("impatient.py", self.IMPATIENT % (HERE, patience))
+        with mock.patch.dict(globals(), PROGRAM=program):
+            run = self.process(*self.words, **streams)
+        for stream in filter(None, (run.stdout, run.stderr)):
+            self.addCleanup(stream.close)
+        self.addCleanup(run.kill)
+        self.wait_for(lambda: server.in_flight == workers, "all calls in flight")
+        return run
+
+    def killed(self, run):
         run.kill()
         run.communicate()
-        accepted = {name for row in self.rows("runs/ledger.jsonl") for name in row["batch"]}
-        self.assertEqual(len(accepted), 80)
-        gate.set()
-        code, out, err = self.main(*words)
-        self.assertEqual(code, 0, err)
-        self.assertIn("200 of 200 items answered", out)
-        repeated = [name for name, times in collections.Counter(asked).items() if times > 1]
-        self.assertEqual((len(repeated), set(repeated) & accepted), (32, set()))
-        self.assertEqual(collections.Counter(name for row in self.rows("runs/ledger.jsonl") for name in row["batch"]).most_common(1)[0][1], 1)
+        return [name for row in self.rows("runs/ledger.jsonl") for name in row["batch"]]
 
-    def test_kill_nine_at_any_moment_loses_no_answer_and_ends_the_same(self):
-        self.items_file(120)
-        words = ("--input", "items.jsonl", "--batch-size", "4", "--workers", "4", "--model", "demo:drop=0.3,value=0.1,delay=0.005")
-        dice, rounds, accepted = random.Random(SEED), 0, {}
-        while rounds < 30:
-            run = self.process(*words)
-            try:
-                run.communicate(timeout=0.2 + dice.random() * 0.15 if rounds < 6 else 60)
-            except subprocess.TimeoutExpired:
-                run.kill()
-                run.communicate()
-            rounds += 1
-            now = {name: answer for row in self.rows("runs/ledger.jsonl") for name, answer in row.get("answers", {}).items()} \
-                if os.path.exists("runs/ledger.jsonl") else {}
-            self.assertEqual({name: now.get(name) for name in accepted}, accepted, SEED)
-            accepted = now
-            if run.returncode in (0, 1):
-                break
-        self.assertIn(run.returncode, (0, 1))
-        rows = self.rows("runs/ledger.jsonl") + self.rows("runs/ledger.jsonl", "quarantine")
-        settled = [name for row in rows if "answers" in row or "quarantined" in row for name in row["batch"]]
-        self.assertEqual(sorted(settled), sorted(bh.item_id("text number %d" % n) for n in range(120)), SEED)
+    def test_kill_nine_with_sixteen_calls_in_flight_repeats_at_most_those(self):
+        server = self.gated(40)
+        accepted = self.killed(self.begun(server, "--batch-size", "2", count=200, workers=16))
+        self.assertEqual(len(accepted), 80)
+        self.gate.set()
+        self.assertIn("200 of 200 items answered", self.main(*self.words)[1])
+        asked = collections.Counter(name for _, _, body in server.requests
+                                    for name, _ in asked_in(body["messages"][0]["content"]))
+        repeated = {name for name, times in asked.items() if times > 1}
+        self.assertEqual((len(repeated), repeated & set(accepted)), (32, set()))
+        rows = [name for row in self.rows("runs/ledger.jsonl") for name in row["batch"]]
+        self.assertEqual((len(rows), len(set(rows))), (200, 200))
 
     def test_kill_nine_while_quarantine_is_held_back_loses_no_reply(self):
-        server = self.serve(lambda prompt, n: (time.sleep(60 if n == 7 else 0), completion("no"))[1])
-        words = ("--input", self.items_file(5), "--model", "openai:x", "--base-url", server.base, "--workers", "1")
-        run = self.process(*words)
+        gate = threading.Event()
+        self.addCleanup(gate.set)
+        server = self.serve(lambda prompt, number: number > 6 and gate.wait(20) or completion("no"))
+        words = ["--model", "openai:x", "--base-url", server.base, "--workers", "1"]
+        run = self.process("--input", self.items_file(5), *words)
         self.wait_for(lambda: len(server.requests) == 7, "the seventh call")
-        run.kill()
-        run.communicate()
+        self.killed(run)
         self.assertEqual([row["attempt"] for row in self.rows("runs/ledger.jsonl")], [1, 2] * 3)
         server = self.serve()
-        code, out, err = self.main(*words[:5], server.base)
-        self.assertEqual((code, len(server.requests)), (0, 5))
-        self.assertIn("5 of 5 items answered, 0 quarantined", out)
+        self.assertIn("5 of 5 items answered, 0 quarantined", self.ask(server, 5)[1])
+        self.assertEqual(len(server.requests), 5)
 
     def test_the_first_reply_of_each_verdict_is_shown_and_the_summary_names_one(self):
-        texts = {"number 0": "no \x1b[2J " + "x" * 300, "number 1": "no", "number 2": ""}
-        server = self.serve(lambda prompt, n: completion(next((reply for text, reply in texts.items() if text in prompt), reply_to_prompt(prompt))))
-        code, out, err = self.ask(server, 5)
-        first, third = bh.item_id("text number 0"), bh.item_id("text number 2")
-        [line] = [line for line in err.splitlines() if line.startswith("not accepted: item %s: not_json (Expecting value" % first)]
+        replies = {"number 0": "no \x1b[2J " + "x" * 300, "number 1": "no", "number 2": ""}
+
+        def script(prompt, number):
+            text = asked_in(prompt)[0][1]
+            return completion(replies.get(text[5:], reply_to_prompt(prompt)))
+        code, out, err = self.ask(self.serve(script), 5)
+        first, _, third = (item.id for item in made(3))
+        line, other = (line for line in err.splitlines() if line.startswith("not accepted: item "))
+        self.assertIn("%s: not_json (Expecting value" % first, line)
         self.assertIn("the reply begins: no ?[2J xxx", line)
-        self.assertEqual((line.count("x" * 100), line.count("x" * 120), err.count("not accepted: ")), (1, 0, 2))
-        self.assertIn("replies that were not accepted: not_json 4 (such as %s), empty_reply 2 (such as %s); `explain ID`" % (first, third), out)
+        self.assertEqual(("x" * 100 in line, "x" * 120 in line), (True, False))
+        self.assertIn("%s: empty_reply (finish: stop); the reply begins: (no text)" % third, other)
+        self.assertIn("not accepted: not_json 4 (such as %s), empty_reply 2 (such as %s); `explain"
+                      % (first, third), out)
 
-    def interrupted(self, number, again=None):
-        gate = threading.Event()
-        server = self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1] if n > 4 else completion(reply_to_prompt(prompt)))
-        self.items_file(40)
-        run = self.process("--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base, "--workers", "3")
-        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
-        run.send_signal(number)
-        if again is not None:
+    def test_one_interrupt_records_what_is_in_flight_and_a_second_leaves_at_once(self):
+        cases = [(signal.SIGINT, None, 7), (signal.SIGTERM, None, 7), (signal.SIGHUP, None, 7),
+                 (signal.SIGINT, signal.SIGINT, 4), (signal.SIGTERM, signal.SIGINT, 4)]
+        for first, second, rows in cases:
+            server = self.gated(4)
+            run = self.begun(server)
+            run.send_signal(first)
             time.sleep(0.5)
-            started = time.monotonic()
-            run.send_signal(again)
+            self.assertIsNone(run.poll())               # it waits for what is in flight
+            if second is None:
+                self.gate.set()
+            else:
+                run.send_signal(second)
             out, err = run.communicate(timeout=10)
-            self.assertLess(time.monotonic() - started, 2)
-        else:
-            time.sleep(0.5)
-            self.assertIsNone(run.poll())           # it waits for what is in flight
-            gate.set()
-            out, err = run.communicate(timeout=10)
-        gate.set()
-        self.assertEqual(run.returncode, 130, err)
-        self.assertNotIn(b"Traceback", err)
-        return len(self.rows("runs/ledger.jsonl")), len(server.requests), out.decode(), err.decode()
-
-    def test_one_interrupt_finishes_and_records_what_is_in_flight(self):
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            rows, calls, out, err = self.interrupted(number)
-            self.assertEqual((rows, calls), (7, 7))
-            self.assertIn("waiting for 3 calls in flight", err)
-            self.assertIn("run the same command again", out)
+            self.assertEqual((run.returncode, len(server.requests)), (130, 7), err)
+            self.assertEqual(len(self.rows("runs/ledger.jsonl")), rows)
+            self.assertEqual(b"run the same command again" in out + err, True)
+            self.assertIn(b"waiting for 3 calls in flight", err)
+            self.assertNotIn(b"Traceback", err)
             os.remove("runs/ledger.jsonl")
-
-    def test_two_interrupts_leave_at_once(self):
-        rows, calls, _, _ = self.interrupted(signal.SIGINT, signal.SIGINT)
-        self.assertEqual((rows, calls), (4, 7))
 
     @unittest.skipUnless(os.path.isdir("/proc/self"), "looks for processes in /proc")
     def test_two_interrupts_leave_no_command_behind(self):
-        self.items_file(8)
-        run = self.process("--input", "items.jsonl", "--model", "cmd:touch begun; sleep %s; echo" % MARK, "--workers", "4")
+        run = self.process("--input", self.items_file(8),
+                           "--model", "cmd:touch begun; sleep %s; echo" % MARK)
         self.wait_for(lambda: os.path.exists("begun"), "the first command")
-        run.send_signal(signal.SIGINT)
-        time.sleep(0.3)
-        run.send_signal(signal.SIGINT)
-        self.assertEqual(run.wait(timeout=10), 130)
-        run.communicate()
-        time.sleep(0.2)
-        left = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError), open("/proc/%s/cmdline" % pid, "rb") as file:
-                left += [pid] if MARK.encode() in file.read() else []
-        self.assertEqual(left, [])
+        for _ in range(2):
+            run.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        run.communicate(timeout=10)
+        self.assertEqual(run.returncode, 130)
+        for path in glob.glob("/proc/[0-9]*/cmdline"):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                self.assertNotIn(MARK.encode(), file.read())
+
+    def terminal(self, columns=80):
+        """Both ends of a terminal: ours and the program's."""
+        import fcntl
+        import pty
+        import struct
+        import termios
+        ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        return ours, theirs
 
     @unittest.skipUnless(hasattr(os, "openpty"), "needs a terminal")
     def test_a_terminal_that_goes_away_loses_no_reply(self):
-        self.items_file(40)
-        server = self.serve(lambda prompt, n: (time.sleep(0.1), completion(reply_to_prompt(prompt)))[1])
-        master, slave = os.openpty()
-        run = subprocess.Popen([sys.executable, PROGRAM, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base, "--workers", "4",
-                                "--param", "temperature=0"], stdin=slave, stdout=slave, stderr=slave, preexec_fn=usual_signals)
-        os.close(slave)
+        server = self.slow(0.1)
+        ours, theirs = self.terminal()
+        run = self.begun(server, "--param", "temperature=0", stdout=theirs, stderr=theirs)
+        os.close(theirs)
         self.wait_for(lambda: len(server.requests) > 6, "some calls")
-        os.close(master)
+        os.close(ours)
         run.send_signal(signal.SIGHUP)
         self.assertEqual(run.wait(timeout=20), 130)
         self.assertEqual(len(self.rows("runs/ledger.jsonl")), len(server.requests))
 
-    IMPATIENT = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.PATIENCE = 0.3; bh.BACKOFF = 0.01; bh.program()" % HERE
-
-    def unread(self, server, stream, *more):
-        """A run with three calls in flight, one of whose streams is a pipe that is full by then and that nobody reads."""
-        import select
-        ours, theirs = os.pipe()
-        self.addCleanup(os.close, ours)
-        self.items_file(40)
-        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
-                                "--workers", "3", *more], preexec_fn=usual_signals, stdin=subprocess.DEVNULL,
-                               **{"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, stream: theirs})
-        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
-        while select.select([], [theirs], [], 0)[1]:
-            os.write(theirs, b"x" * 4096)
-        os.close(theirs)
-        return run, ours
-
     @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
     def test_a_frozen_terminal_holds_up_neither_signals_nor_time_outs(self):
-        import pty
         import termios
-        gate = threading.Event()
-        self.addCleanup(gate.set)
-        server = self.serve(lambda prompt, n: (gate.wait(20) if n > 4 else None, completion(reply_to_prompt(prompt)))[1])
-        self.items_file(40)
-        ours, theirs = pty.openpty()
+        ours, theirs = self.terminal()
         self.addCleanup(os.close, ours)
         self.addCleanup(os.close, theirs)
-        run = subprocess.Popen([sys.executable, "-c", self.IMPATIENT, "--input", "items.jsonl", "--model", "openai:x", "--base-url", server.base,
-                                "--workers", "3", "--timeout", "1s"], preexec_fn=usual_signals, stdin=theirs, stdout=theirs, stderr=theirs)
-        self.addCleanup(run.kill)
-        self.wait_for(lambda: server.in_flight == 3, "3 calls in flight")
+        server = self.gated(4)
+        run = self.begun(server, "--timeout", "1s", patience=0.3, stdout=theirs, stderr=theirs)
         termios.tcflow(theirs, termios.TCOOFF)                          # as Ctrl-S does
-        self.wait_for(lambda: len(self.rows("runs/ledger.jsonl", "failure")) == 3, "the time-outs")
+        self.wait_for(lambda: len(self.failures()) == 3, "the time-outs")
         run.send_signal(signal.SIGTERM)
         self.assertEqual(run.wait(timeout=20), 130)
         self.assertIn(len(server.requests), (7, 8, 9, 10))
         self.assertEqual(len(self.rows("runs/ledger.jsonl")), 4)
 
+    def unread(self, stream, *more, patience=0.3):
+        """A run, one of whose streams is a pipe that is full by now, and our end of that."""
+        import select
+        ours, theirs = os.pipe()
+        self.addCleanup(os.close, ours)
+        run = self.begun(self.gated(), *more, patience=patience, **{stream: theirs})
+        while select.select([], [theirs], [], 0)[1]:
+            os.write(theirs, b"x" * 4096)
+        os.close(theirs)
+        return run, ours
+
     @unittest.skipUnless(os.name == "posix", "fills a pipe")
-    def test_a_second_interrupt_leaves_although_its_words_find_no_room(self):
-        gate = threading.Event()
-        self.addCleanup(gate.set)
-        run, _ = self.unread(self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1]), "stderr")
-        self.addCleanup(run.kill)
+    def test_a_stream_that_nobody_reads_keeps_no_run_from_leaving(self):
+        run, _ = self.unread("stderr")
         for _ in range(2):
             run.send_signal(signal.SIGINT)
             time.sleep(0.5)
         self.assertEqual(run.wait(timeout=5), 130)
-
-    @unittest.skipUnless(os.name == "posix", "fills a pipe")
-    def test_a_run_ends_with_its_code_although_nobody_reads_its_summary(self):
         for stream in ("stdout", "stderr"):
-            gate = threading.Event()
-            self.addCleanup(gate.set)
-            server = self.serve(lambda prompt, n, gate=gate: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
-            run, _ = self.unread(server, stream, "--max-calls", "9")
-            self.addCleanup(run.kill)
-            gate.set()
+            run, _ = self.unread(stream, "--max-calls", "9", "--ledger", stream)
+            self.gate.set()
             self.assertEqual(run.wait(timeout=15), 3)
-            self.assertEqual(len(self.rows("runs/ledger.jsonl")), 9)
-            os.remove("runs/ledger.jsonl")
+            self.assertEqual(len(self.rows(stream)), 9)
 
     @unittest.skipUnless(os.name == "posix", "fills a pipe")
     def test_who_reads_slowly_gets_the_whole_summary(self):
-        gate = threading.Event()
-        server = self.serve(lambda prompt, n: (gate.wait(20), completion(reply_to_prompt(prompt)))[1])
-        with mock.patch.object(self, "IMPATIENT", self.IMPATIENT.replace("0.3", "20")):
-            run, ours = self.unread(server, "stdout")
-        gate.set()
+        run, ours = self.unread("stdout", patience=20)
+        self.gate.set()
         self.wait_for(lambda: len(self.rows("runs/ledger.jsonl")) == 40, "the last reply")
         time.sleep(0.5)
         self.assertIsNone(run.poll())
         seen = b"".join(iter(lambda: os.read(ours, 4096), b""))
         self.assertEqual(run.wait(timeout=20), 0)
-        self.assertRegex(seen.decode(), r"x\n?40 of 40 items answered, 0 quarantined, 0 pending\nthis run: 40 calls[^\n]+\nnext: [^\n]+\n\Z")
+        self.assertRegex(seen.decode(), r"x\n?40 of 40 items answered, 0 quarantined, 0 pending\n"
+                                        r"this run: 40 calls[^\n]+\nnext: [^\n]+\n\Z")
 
-    @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     @unittest.skipUnless(os.name == "posix", "needs a pseudo-terminal")
     def test_on_a_terminal_one_live_line_says_how_far_it_is(self):
-        import fcntl
-        import pty
-        import struct
-        import termios
         self.items_file(60)
+        os.environ["TERM"] = "xterm"
         for columns in (40, 120):
-            ours, theirs = pty.openpty()
-            fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-            child = subprocess.Popen([sys.executable, PROGRAM, "--input", "items.jsonl", "--model", "demo:delay=0.03,drop=0.1", "--batch-size", "2", "--workers", "1",
-                                      "--ledger", "l%d.jsonl" % columns], stdout=subprocess.PIPE, stderr=theirs, env=dict(os.environ, TERM="xterm"))
+            ours, theirs = self.terminal(columns)
+            run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.03,drop=0.1",
+                               "--workers", "1", "--batch-size", "2", "--ledger", columns,
+                               stderr=theirs)
             os.close(theirs)
             seen = b""
             with contextlib.suppress(OSError):
                 while True:
                     seen += os.read(ours, 9999)
-            out = child.communicate()[0].decode()
             os.close(ours)
-            self.assertIn("60 of 60 items answered", out)
-            drawn = [part for part in re.split(r"[\r\n]+", seen.decode()) if re.match(r"\d+/60", part)]
+            self.assertIn(b"60 of 60 items answered", run.communicate()[0])
+            drawn = re.findall(r"[0-9]+/60[^\r\n]+", seen.decode())
             self.assertGreater(len(drawn), 2)
             self.assertLess(max(map(len, drawn)), columns)
-            self.assertTrue(any("/s, 0:0" in part and "left" in part for part in drawn), drawn)
+            self.assertTrue(any("/min, 0:0" in part and "left" in part for part in drawn), drawn)
             self.assertEqual(any("first pass" in part for part in drawn), columns == 120)
             self.assertTrue(seen.endswith(b" \r"), seen[-80:])             # wiped away in the end
 
     def test_elsewhere_a_plain_line_comes_now_and_then(self):
         self.items_file(4)
-        code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
-        self.assertNotIn("\r", err)
-        runner = types.SimpleNamespace(tally=collections.Counter(answered=30, quarantined=2, pending=62, failures=4), _began=100.0,
-                                       figures=types.SimpleNamespace(first=20, first_ok=19, fallbacks=3, tokens_in=1234, tokens_out=56),
-                                       pace=types.SimpleNamespace(held_until=120.0))
-        words = bh.fitting(bh.Runner._progress(runner, 116.0))
-        self.assertEqual(words, "32/62 items, waiting 4 s, 2/s, 0:15 left, first pass 95.0 %, 2 quarantined, 3 fallbacks, 4 failed calls, 1234+56 tokens")
-        self.assertEqual([bh.clock(seconds) for seconds in (0, 59.9, 60, 3723)], ["0:00", "0:59", "1:00", "1:02:03"])
+        self.assertNotIn("\r", self.main("--input", "items.jsonl", "--model", "demo")[2])
+        tally = types.SimpleNamespace(answered=30, quarantined=2, pending=62, failures=4)
+        figures = types.SimpleNamespace(first=20, first_ok=19)
+        pool = types.SimpleNamespace(_run=types.SimpleNamespace(tally=tally, figures=figures),
+                                     _began=100.0, _pace=types.SimpleNamespace(held_until=120.0))
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)),
+                         "32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
+                         "2 quarantined, 4 failed calls")
 
+    @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     def test_under_nohup_a_dropped_line_ends_nothing(self):
-        self.items_file(30)
-        run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.05", "--workers", "2",
+        run = self.process("--input", self.items_file(30), "--model", "demo:delay=0.05",
                            preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
         self.wait_for(lambda: os.path.exists("runs/ledger.jsonl"), "the ledger")
         run.send_signal(signal.SIGHUP)
-        out, err = run.communicate(timeout=30)
-        self.assertEqual(run.returncode, 0, err)
-
-    def test_a_misbehaving_endpoint_never_gets_a_wrong_row_accepted(self):
-        demo = bh.Demo(bh.DEFAULT, "seed=%d,drop=0.1,merge=0.1,rename=0.1,repeat=0.1,invent=0.1,wrap=0.1,cut=0.1,fence=0.2,reorder=0.2,value=0.1" % (SEED % 1000))
-        server = self.serve(lambda prompt, n: completion(demo(prompt, {}).text, choices=[
-            {"message": {"content": reply.text}, "finish_reason": reply.finish} for reply in [demo(prompt, {})]]))
-        code, out, err = self.ask(server, 200, "--batch-size", "3", "--workers", "4")
-        self.assertIn(code, (0, 1))
-        exported = [json.loads(row) for row in self.main("export", "--input", "items.jsonl")[1].splitlines()]
-        for row in exported:
-            number = int(bh.text_digest(row["text"])[:8], 16)
-            self.assertIn(row["answer"], ("demo %04x" % (number & 0xffff), None), SEED)
-            self.assertEqual(row["answer"] is not None, row["status"] == "answered")
-        self.assertGreater(sum(row["status"] == "answered" for row in exported), 100)
+        run.communicate(timeout=30)
+        self.assertEqual(run.returncode, 0)
 
     def test_workers_share_the_work_and_no_more(self):
-        def script(prompt, number):
-            time.sleep(0.05)
-            return completion(reply_to_prompt(prompt))
-        server = self.serve(script)
+        server = self.slow(0.05)
         self.assertEqual(self.ask(server, 40, "--workers", "5")[0], 0)
         self.assertEqual((server.most, len(server.requests)), (5, 40))
 
     @unittest.skipUnless(os.name == "posix", "needs a limit on open files")
     def test_too_few_file_descriptors_mean_fewer_workers_and_no_failed_call(self):
         import resource
-        slow = self.serve(lambda prompt, n: (time.sleep(0.02), completion(reply_to_prompt(prompt)))[1])
+        slow = self.slow(0.02)
         self.items_file(200)
-        for more in (["openai:x", "--base-url", slow.base], ["cmd:sleep 0.1; echo '[]'", "--attempts", "1", "--limit", "20", "--keep-going"]):
-            run = self.process("--input", "items.jsonl", "--workers", "64", "--ledger", "l%d.jsonl" % len(more), "--model", *more,
-                               preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24)))
+        models = (["openai:x", "--base-url", slow.base],
+                  ["cmd:sleep 0.1; echo '[]'", "--attempts", "1", "--limit", "20", "--keep-going"])
+        few = functools.partial(resource.setrlimit, resource.RLIMIT_NOFILE, (24, 24))
+        for code, more in enumerate(models):
+            run = self.process("--input", "items.jsonl", "--workers", "64", "--ledger", code,
+                               "--model", *more, preexec_fn=few)
             out, err = run.communicate(timeout=60)
-            self.assertEqual(run.returncode, 0 if "openai:x" in more else 1, out + err)
-            self.assertEqual(err.count(b"raise `ulimit -n`"), 1, err)
+            self.assertEqual((run.returncode, err.count(b"raise `ulimit -n`")), (code, 1), err)
             self.assertIn(b" 0 calls without a reply", out)
-            self.assertEqual(self.rows("l%d.jsonl" % len(more), "failure"), [])
+            self.assertEqual(self.rows(str(code), "failure"), [])
 
     def test_a_call_without_a_file_descriptor_is_no_call_and_the_last_worker_stops(self):
-        self.items_file(9)
+        words = ("--input", self.items_file(9), "--model", "demo")
         with mock.patch.object(bh.Demo, "__call__", side_effect=OSError(24, "Too many open files")):
-            code, out, err = self.main("--input", "items.jsonl", "--model", "demo", "--workers", "4")
+            code, out, err = self.main(*words)
         self.assertEqual((code, len(self.bytes().splitlines())), (3, 1), err)
-        self.assertIn("stopped early: too few files may be open for so many workers; raise `ulimit -n`", out)
-        self.assertIn("9 of 9 items answered", self.main("--input", "items.jsonl", "--model", "demo")[1])
+        self.assertIn("stopped early: too few files may be open for so many workers", out)
+        self.assertIn("9 of 9 items answered", self.main(*words)[1])
 
-    def test_threads_are_started_as_there_is_work_and_signals_are_heeded_meanwhile(self):
+    def test_threads_are_started_as_there_is_work_and_those_that_the_system_gives_will_do(self):
         started, real = [], threading.Thread.start
-        with mock.patch.object(threading.Thread, "start", lambda thread: (started.append(threading.current_thread()), real(thread))[1]):
-            self.items_file(3)
-            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo:delay=0.2", "--workers", "1024")[0], 0)
-        self.assertLessEqual(len(started), 8)           # three at work, one that found nothing, one before, and those that print
-        self.assertLessEqual(started.count(threading.main_thread()), 4)
-
-    def test_where_the_system_gives_no_more_threads_those_that_run_will_do(self):
-        real = threading.Thread.start
 
         def start(thread):
+            started.append(threading.current_thread())
+            real(thread)
+
+        def refuse(thread):
             if threading.current_thread() is not threading.main_thread():
                 raise RuntimeError("can't start new thread")
             real(thread)
-        self.items_file(9)
+        words = ("--input", self.items_file(3), "--workers", "1024", "--model")
         with mock.patch.object(threading.Thread, "start", start):
-            self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--workers", "9")[0], 0)
-        os.remove("runs/ledger.jsonl")
-        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread")):
-            code, out, err = self.main("--input", "items.jsonl", "--model", "demo")
-        self.assertEqual((code, err.splitlines()[-1]), (2, "batch_harness: cannot start a thread: can't start new thread; close other programs"))
+            self.assertEqual(self.main(*words, "demo:delay=0.2")[0], 0)
+        self.assertLessEqual(len(started), 8)       # three at work, one idle, and those that print
+        self.assertLessEqual(started.count(threading.main_thread()), 4)
+        with mock.patch.object(threading.Thread, "start", refuse):
+            self.assertEqual(self.main(*words, "demo", "--ledger", "l.jsonl")[0], 0)
+        with mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more")):
+            code, _, err = self.main(*words, "demo", "--ledger", "m.jsonl")
+        self.assertEqual((code, err.splitlines()[-1]), (
+            2, "batch_harness: cannot start a thread: no more; close other programs"))
 
-    def test_limit_asks_so_many_items_and_is_no_failure(self):
-        self.items_file(10)
-        code, out, _ = self.main("--input", "items.jsonl", "--model", "demo", "--limit", "3", "--batch-size", "2")
-        self.assertEqual(code, 0)
-        self.assertIn("3 of 10 items answered, 0 quarantined, 7 pending", out)
-        self.assertIn("7 of 10", self.main("--input", "items.jsonl", "--model", "demo", "--limit", "4")[1])
-
-    def test_max_calls_stops_with_exit_three(self):
-        self.items_file(10)
-        code, out, _ = self.main("--input", "items.jsonl", "--model", "demo", "--max-calls", "3")
-        self.assertEqual(code, 3)
-        self.assertIn("3 of 10 items answered", out)
-        self.assertIn("--max-calls 3 is reached", out)
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--max-calls", "7")[0], 0)
+    def test_budgets(self):
+        many = self.serve(lambda prompt, n: (429, b"", {"Retry-After": "3600"}))
+        url = ("--model", "openai:x", "--base-url", many.base)
+        until = r"asks to wait 3[67]\d\d s, until \w+ \w+ +\d+ \d\d:\d\d:\d\d \d{4} "
+        demo = ("--model", "demo:delay=0.2")
+        for items, code, words, argv in (
+                (10, 0, "3 of 10 items answered.*, 7 pending", (*demo, "--limit", "3")),
+                (10, 0, "7 of 10 items", (*demo, "--limit", "4")),
+                (10, 3, "9 of 10 items(.|\n)*--max-calls 2 is", (*demo, "--max-calls", "2")),
+                (10, 0, "10 of 10 items", (*demo, "--max-calls", "1")),
+                (50, 3, "the --deadline of 0.5 s has passed", (*demo, "--deadline", "0.5s")),
+                (2, 3, until, (*url, "--deadline", "9s", "--ledger", "a.jsonl")),
+                (1, 0, "1 of 1 items", (*demo, "--deadline", "0.1s", "--ledger", "b.jsonl"))):
+            came, out, err = self.main("--input", self.items_file(items), *argv)
+            self.assertEqual(came, code, out + err)
+            self.assertRegex(out, words)
 
     def test_calls_a_minute_are_spaced(self):
         server = self.serve()
-        code, out, err = self.ask(server, 5, "--workers", "5", "--rpm", "600")
-        self.assertEqual(code, 0, out + err)
+        self.assertEqual(self.ask(server, 5, "--workers", "5", "--rpm", "600")[0], 0)
         steps = [later - earlier for earlier, later in zip(server.times, server.times[1:])]
         self.assertGreater(min(steps), 0.05)
-        self.assertGreaterEqual(server.times[-1] - server.times[0], 0.38)
 
-    def test_after_a_429_fewer_calls_are_in_flight(self):
-        counts = []
-
-        def script(prompt, number):
-            if number <= 8:
-                time.sleep(0.1)
-                return 429, b"", {"Retry-After": "0.3"}
-            with server.lock:
-                counts.append(server.in_flight)
-            time.sleep(0.1)
-            return completion(reply_to_prompt(prompt))
-        server = self.serve(script)
-        code, out, err = self.ask(server, 20, "--workers", "8")
-        self.assertEqual(code, 0, out + err)
-        self.assertGreaterEqual(server.most, 5)
-        self.assertLessEqual(max(counts[:4]), 4)
-        self.assertLessEqual(max(counts), 6)
-
-    def test_a_wait_beyond_the_deadline_says_until_when(self):
-        code, out, err = self.ask(self.serve(lambda prompt, n: (429, b"", {"Retry-After": "3600"})), 2, "--deadline", "9s")
-        self.assertEqual(code, 3)
-        self.assertRegex(out, r"asks to wait 36\d\d s, until \d{4}-\d\d-\d\d \d\d:\d\d:\d\d")
+    def test_what_a_thread_does_next(self):
+        never = float("inf")
+        for step, moment in (
+                (0.0, {"due": 0.0}),                                    # at once
+                (7.0, {"due": 7.0, "opens": 5.0}),                      # a repetition is due
+                (9.0, {"due": 7.0, "opens": 9.0, "in_flight": 1}),      # the pace lets none begin
+                (never, {"due": 0.0, "opens": never, "in_flight": 4}),
+                (never, {"in_flight": 1}),                              # calls may follow from it
+                ("", {}),                                               # all is done
+                ("", {"spent": "budget"}),
+                ("budget", {"due": 7.0, "spent": "budget"}),
+                ("budget", {"due": 0.0, "in_flight": 2, "spent": "budget"}),
+                (never, {"in_flight": 2, "spent": "budget"}),           # no call is kept back yet
+                (never, {"due": 0.0, "in_flight": 1, "vain": "look"}),  # it may still be accepted
+                ("look", {"due": 0.0, "vain": "look"}),
+                ("look", {"vain": "look", "spent": "budget"})):
+            self.assertEqual(bh.next_step(bh.Moment(**moment)), step, moment)
 
     def test_the_pace_is_told_the_time_and_nothing_else(self):
-        def failed(status=503, wait=None):
-            return bh.CallFailed("retry", "x", status=status, wait=wait)
+        never = float("inf")
+        pace, hasty, slow = (bh.Pace(8, rpm, lambda: 0.0) for rpm in (None, None, 30))
+        self.assertEqual((pace.opens(7), pace.opens(8)), (0.0, never))
+        steps = [               # who, when, in flight, status, wait told -> wait, limit, strikes
+            (pace, 100, 8, 429, 5.0, 5, 4, 1),
+            (pace, 101, 7, 429, 7.0, 7, 4, 1),  # of one episode: halved once
+            (pace, 109, 4, 429, 1.0, 1, 2, 2),
+            (pace, 111, 1, 429, 1.0, 4, 1, 3),
+            (pace, 119, 1, 429, 1.0, 8, 1, 4)]  # never below one
+        steps += [(pace, 1000 + 200 * n, 8, 500, None, wait, 8, n + 1)  # a 500 is no overload
+                  for n, wait in enumerate((1, 2, 4, 8, 16, 32, 60, 60))]
+        steps += [(hasty, 100 * n, 1, 429, 0.0, wait, 1, n + 1)  # not believed for ever
+                  for n, wait in enumerate((0, 0, 4, 8, 16))]
         with mock.patch.object(bh, "BACKOFF", 1.0):
-            pace = bh.Pace(8, None, lambda: 0.0)
-            self.assertEqual((pace.opens(7), pace.opens(8)), (0.0, float("inf")))
-            self.assertEqual(pace.failed(failed(429, 5.0), 100.0, 8), 5.0)
-            self.assertEqual((pace.limit, pace.opens(0), pace.opens(4)), (4.0, 105.0, float("inf")))
-            self.assertEqual(pace.failed(failed(429, 7.0), 101.0, 7), 7.0)          # of the same episode: no second halving
-            self.assertEqual((pace.limit, pace.held_until, pace.strikes), (4.0, 108.0, 1))
-            pace.failed(failed(429, 1.0), 109.0, 4)
-            pace.failed(failed(429, 1.0), 111.0, 1)
-            pace.failed(failed(429, 1.0), 113.0, 1)
-            self.assertEqual((pace.limit, pace.strikes), (1.0, 3))                      # never below one
-            replies = 0
-            while pace.limit < 8:
-                pace.replied()
-                replies += 1
-            self.assertGreater(replies, 24)                                              # about one more a round
-            self.assertEqual((pace.limit, pace.strikes), (8, 0))
-            waits = [pace.failed(failed(500), 1000.0 + 200 * n, 8) for n in range(9)]
-            self.assertEqual(waits, [1, 2, 4, 8, 16, 32, 60, 60, 60])
-            self.assertEqual(pace.limit, 8)                                              # a 500 is no overload
-            hasty = bh.Pace(8, None, lambda: 0.0)
-            self.assertEqual([hasty.failed(failed(429, 0.0), 100.0 * n, 1) for n in range(5)], [0, 0, 4, 8, 16])      # "0 s" is not believed for ever
-            slow = bh.Pace(8, 30, lambda: 0.0)
-            slow.began(50.0)
-            self.assertEqual(slow.opens(1), 52.0)
+            for who, now, in_flight, status, told, wait, limit, strikes in steps:
+                if now == 1000:
+                    self.assertEqual((pace.held_until, pace.opens(0)), (127, 127))
+                    self.assertEqual(pace.opens(1), never)
+                    replies = 0
+                    while pace.limit < 8:
+                        pace.replied()
+                        replies += 1
+                    self.assertGreater(replies, 24)  # about one more a round
+                failure = bh.CallFailed("retry", "x", status=status, wait=told)
+                came = who.failed(failure, now, in_flight)
+                self.assertEqual((came, who.strikes), (wait, strikes), now)
+                if who is pace:
+                    self.assertEqual(who.limit, limit)
+        slow.began(50.0)
+        self.assertEqual(slow.opens(1), 52.0)
 
-    def test_a_deadline_stops_with_exit_three(self):
-        self.items_file(100)
-        code, out, _ = self.main("--input", "items.jsonl", "--model", "demo:delay=0.1", "--workers", "1", "--deadline", "0.5s")
-        self.assertEqual(code, 3)
-        self.assertIn("the --deadline of 0.5 s has passed", out)
+    def meddled(self, words, change):
+        """A run whose input changes once the ledger has been read."""
+        real = bh.Ledger.rows
 
-    def test_a_deadline_that_passes_during_the_last_call_is_no_failure(self):
-        self.items_file(1)
-        code, out, _ = self.main("--input", "items.jsonl", "--model", "demo:delay=0.4", "--deadline", "0.2s")
-        self.assertEqual(code, 0, out)
+        def rows(ledger):
+            yield from real(ledger)
+            change()
+        with mock.patch.object(bh.Ledger, "rows", rows):
+            return self.main("--input", *words, "--model", "demo")
 
-    def test_an_input_that_breaks_in_mid_run_stops_it_with_a_summary(self):
+    def test_an_input_that_changes_in_mid_run(self):
         dice = random.Random(SEED)
-        rows = b"".join(b'{"text": "%0200x"}\n' % dice.getrandbits(800) for _ in range(3000))
-        self.write("items.jsonl.gz", gzip.compress(rows))
-        real = bh.Ledger.rows
-
-        def meddle(ledger):
-            self.write("items.jsonl.gz", gzip.compress(rows)[:-50000])
-            return real(ledger)
-        with mock.patch.object(bh.Ledger, "rows", meddle):
-            code, out, err = self.main("--input", "items.jsonl.gz", "--model", "demo", "--batch-size", "50")
+        data = b"".join(b'{"text": "%0200x"}\n' % dice.getrandbits(800) for _ in range(3000))
+        name, whole = self.write("broken.jsonl.gz", gzip.compress(data)), gzip.compress(data)
+        code, out, err = self.meddled((name, "--batch-size", "50"),
+                                      lambda: self.write(name, whole[:-50000]))
         self.assertEqual(code, 3, out + err)
-        self.assertRegex(out, r"\d+ of 3000 items answered")
-        self.assertIn("is the file whole?", out)
-
-    def test_a_dry_run_shows_the_first_prompt_and_calls_and_writes_nothing(self):
-        self.items_file(5)
-        with mock.patch.object(bh.Demo, "__call__", side_effect=AssertionError("called")):
-            code, out, err = self.main("--input", "items.jsonl", "--model", "demo", "--batch-size", "2", "--dry-run")
-        self.assertEqual(code, 0)
-        self.assertTrue(out.startswith(bh.build_prompt([bh.Item("text number 0"), bh.Item("text number 1")])))
-        self.assertIn("5 rows, 5 items: 0 answered, 0 quarantined, 5 pending", out)
-        self.assertIn("about 3 calls if every reply is good, at most 16", out)
-        self.assertFalse(os.path.exists("runs"))
-
-    def test_the_request_changes_from_the_second_attempt_on(self):
-        server = self.serve(lambda prompt, n: completion("no"))
-        self.ask(server, 2, "--batch-size", "2", "--param", "temperature=0", "--retry-param", "temperature=0.7", "--retry-param", "seed=3")
-        self.assertEqual([(body["temperature"], body.get("seed")) for _, _, body in server.requests], [(0, None)] + [(0.7, 3)] * 5)
-        self.assertEqual([row.get("params") for row in self.rows("runs/ledger.jsonl")], [None] + [{"temperature": 0.7, "seed": 3}] * 5)
-
-    def test_an_identical_retry_at_temperature_zero_is_pointed_out_once(self):
-        server = self.serve(lambda prompt, n: completion("no"))
-        err = self.ask(server, 4, "--param", "temperature=0")[2]
-        self.assertEqual(err.count("--retry-param"), 1)
-
-    def test_strict_order_refuses_another_order(self):
-        server = self.serve(lambda prompt, n: completion(json.dumps(json.loads(reply_to_prompt(prompt))[::-1])))
-        self.ask(server, 2, "--batch-size", "2", "--order", "strict")
-        self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl")], ["order_mismatch", "order_mismatch", "ok", "ok"])
-        os.remove("runs/ledger.jsonl")
-        self.ask(server, 2, "--batch-size", "2")
-        self.assertTrue(self.rows("runs/ledger.jsonl")[0]["reordered"])
-
-    def test_what_was_not_there_at_the_first_pass_is_not_asked(self):
-        self.items_file(3)
-        real = bh.Ledger.rows
-
-        def meddle(ledger):
-            self.items_file(5)
-            return real(ledger)
-        with mock.patch.object(bh.Ledger, "rows", meddle):
-            out = self.main("--input", "items.jsonl", "--model", "demo")[1]
+        self.assertRegex(out, r"\d+ of 3000 items answered(.|\n)*is the file whole\?")
+        words = (self.items_file(3), "--ledger", "l.jsonl")
+        out = self.meddled(words, lambda: self.items_file(5))[1]
         self.assertIn("3 of 3 items answered", out)
         self.assertIn("2 rows that were not there at first were not asked", out)
 
+    def test_a_dry_run_shows_the_first_prompt_and_calls_and_writes_nothing(self):
+        words = ("--input", self.items_file(5), "--model", "demo", "--batch-size", "2", "--dry-run")
+        with mock.patch.object(bh.Demo, "__call__", side_effect=AssertionError("called")):
+            code, out, _ = self.main(*words)
+        self.assertTrue(out.startswith(bh.build_prompt(made(2))))
+        self.assertIn("5 rows, 5 items: 0 answered, 0 quarantined, 5 pending", out)
+        self.assertIn("about 3 calls if every reply is good, at most 16", out)
+        self.assertEqual((code, os.path.exists("runs")), (0, False))
+
+    def test_the_request_changes_from_the_second_attempt_on_or_that_is_pointed_out(self):
+        server = self.serve(lambda prompt, n: completion("no"))
+        words = ("--batch-size", "2", "--param", "temperature=0")
+        err = self.ask(server, 2, *words, "--retry-param", "temperature=0.7",
+                       "--retry-param", "seed=3")[2]
+        self.assertNotIn("--retry-param", err)
+        changed = {"temperature": 0.7, "seed": 3}
+        sent = [{name: body.get(name) for name in changed} for _, _, body in server.requests]
+        self.assertEqual(sent, [{"temperature": 0, "seed": None}] + [changed] * 5)
+        rows = self.rows("runs/ledger.jsonl")
+        self.assertEqual([row.get("params") for row in rows], [None] + [changed] * 5)
+        self.assertEqual(self.ask(server, 4, *words)[2].count("--retry-param"), 1)
+
+    def test_strict_order_refuses_another_order(self):
+        def script(prompt, number):
+            return completion(json.dumps(json.loads(reply_to_prompt(prompt))[::-1]))
+        server = self.serve(script)
+        self.ask(server, 2, "--batch-size", "2", "--order", "strict")
+        self.ask(server, 2, "--batch-size", "2", "--ledger", "l.jsonl")
+        verdicts = [row["verdict"] for row in self.rows("runs/ledger.jsonl")]
+        self.assertEqual(verdicts, ["order_mismatch"] * 2 + ["ok"] * 2)
+        self.assertTrue(self.rows("l.jsonl")[0]["reordered"])
+
     def test_a_fault_of_the_program_is_one_line_and_exit_three(self):
-        self.items_file(5)
+        words = ("--input", self.items_file(5), "--model", "demo", "--workers", "3")
         with mock.patch.object(bh, "attempt_row", side_effect=MemoryError("no more")):
-            code, out, err = self.main("--input", "items.jsonl", "--model", "demo", "--workers", "3")
+            code, _, err = self.main(*words)
         self.assertEqual(code, 3)
-        self.assertRegex(err.splitlines()[-1], r"^batch_harness: a fault of its own in \w+, line \d+: MemoryError: no more; please report it")
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo")[0], 0)
+        self.assertRegex(err, r"\nbatch_harness: a fault of its own in \w+, line \d+: "
+                              r"MemoryError: no more; please report it[^\n]+\n\Z")
+        self.assertEqual(self.main(*words)[0], 0)
 
 
 # ====================================================================================================================
