@@ -5608,11 +5608,11 @@ class AuditAndApply(EndpointCase):
             odd = odd.encode("utf-8", "surrogateescape")
             for number, changed in ((3, [*rows[:2], odd, *rows[3:]]),
                                     (len(rows) + 1, [*rows, odd])):
-                said = "e.jsonl:%d: it is whole JSON and no row: edited, or of another" % number
                 self.chained(changed)
-                self.named(said, "e.jsonl")
-                self.write("e.jsonl", self.bytes("e.jsonl")[:-1])
-                self.named(said, "e.jsonl")
+                for end in (None, -1):
+                    self.write("e.jsonl", self.bytes("e.jsonl")[:end])
+                    self.named("e.jsonl:%d: it is whole JSON and no row: edited, or of another" % (
+                        number), "e.jsonl")
         for odd in (line[:-6].encode(), b"\0\0\0", b""):
             self.chained([*rows[:2], odd, *rows[3:]])
             said = "1 lines were cut, and closed off by a later run (3)"
@@ -5782,6 +5782,10 @@ class AuditAndApply(EndpointCase):
         name = bh.item_id("text number 0")
         code, out, err = self.main("explain", name, "--ledger", "l.jsonl", *self.INPUT)
         self.assertEqual((code, out.count("verdict      ok")), (0, 2), err)
+
+    def removed(self):
+        for path in ("l.jsonl", "posts.db"):
+            os.remove(path)
 
     def sql(self, words, *values):
         with contextlib.closing(sqlite3.connect("posts.db")) as base:
@@ -6028,48 +6032,54 @@ class AuditAndApply(EndpointCase):
             self.assertIn(code, (0, 2, 3) if size < len(whole) else (0,))
             self.assertNotIn("fault of its own", err)
 
+    # The column's kind, the answers, and which of them it keeps.
+    KEPT = """
+        INTEGER  ["007", "1e5", "good", "7 "]         [2]
+        REAL     [9007199254740993, 1, 2.5]           [1, 2]
+        TEXT     [5, true]                            []
+        INTEGER  [true, 7, 2.5, 2.0]                  [0, 1, 2, 3]
+        BLOB     ["007", 5, true, 9007199254740993]   [0, 1, 2, 3]"""
+
     def test_what_the_column_does_not_keep_is_undone_and_named(self):
-        for kind, values, kept in (
-                ("INTEGER", ["007", "1e5", "good", "7 "], [2]), ("TEXT", [5, True], []),
-                ("REAL", [9007199254740993, 1, 2.5], [1, 2]),
-                ("INTEGER", [True, 7, 2.5, 2.0], [0, 1, 2, 3]),
-                ("", ["007", 5, True, 9007199254740993], [0, 1, 2, 3])):
-            with self.subTest(kind=kind, values=values):
+        for line in self.KEPT.strip().split("\n"):
+            kind, values, kept = map(str.strip, re.split(" {2,}", line.strip()))
+            values, kept = json.loads(values), json.loads(kept)
+            with self.subTest(line=line):
                 self.answered(values, {"type": ["string", "number", "boolean"]})
                 self.table(len(values), ", mine %s" % kind)
-                lost = sorted(set(range(len(values))) - set(kept))
-                code = 1 if lost else 0
-                _, why = self.applied("--set", "mine=answer", code=code)
-                self.assertEqual(self.ledgered(), collections.Counter(
-                    applied=len(kept), not_kept=len(lost)) + collections.Counter())
-                self.assertEqual(sorted(why), lost)
+                lost = sorted({*range(len(values))} - {*kept})
+                apply = functools.partial(self.applied, "--set", "mine=answer", code=bool(lost))
+                _, why = apply()
+                self.assertEqual((sorted(why), sum(self.ledgered().values())), (lost, len(values)))
+                self.assertEqual(self.ledgered()["applied"], len(kept))
                 found = self.sql("SELECT id FROM posts WHERE mine IS NOT NULL "
                                  "OR decided IS NOT NULL ORDER BY id")
                 self.assertEqual(found, [(n,) for n in kept])
-                for n in lost:
-                    self.assertRegex(why[n], r"column mine holds .* where %s was written" % (
+                for n, words in why.items():
+                    self.assertRegex(words, r"column mine holds .* where %s was written" % (
                         re.escape(json.dumps(values[n]))))
                 before = self.bytes("l.jsonl")
-                self.applied("--set", "mine=answer", code=code)
+                apply()
                 self.assertEqual(self.bytes("l.jsonl"), before)
-                for path in ("l.jsonl", "posts.db"):
-                    os.remove(path)
+            self.removed()
+
+    TRIGGERS = (
+        ("AFTER ON UPDATE posts SET answer = upper(answer) WHERE id = 0",
+         'column answer holds "A" where "a" was written'),
+        ("BEFORE ON SELECT RAISE(IGNORE)", "column decided holds null where "),
+        ("AFTER ON DELETE FROM posts WHERE id = 2", "the row went away"),
+        ("AFTER ON UPDATE posts SET decided = 'x' WHERE id = 3", 'column decided holds "x" where '))
 
     def test_what_a_trigger_overwrites_ignores_or_takes_away_is_not_kept(self):
         self.answered(["a", "b", "c", "d", "e"], {"type": "string"})
         self.table(5)
-        for n, (when, words) in enumerate((
-                ("AFTER", "UPDATE posts SET answer = upper(answer) WHERE id = 0"),
-                ("BEFORE", "SELECT RAISE(IGNORE)"), ("AFTER", "DELETE FROM posts WHERE id = 2"),
-                ("AFTER", "UPDATE posts SET decided = 'x' WHERE id = 3"))):
-            self.sql("CREATE TRIGGER t%d %s UPDATE ON posts WHEN NEW.id = %d BEGIN %s; END" % (
-                n, when, n, words))
+        for n, (words, _) in enumerate(self.TRIGGERS):
+            self.sql("CREATE TRIGGER t%d %s; END" % (
+                n, words.replace("ON", "UPDATE ON posts WHEN NEW.id = %d BEGIN" % n)))
         out, why = self.applied(code=1)
         self.assertEqual(self.answers(), {**dict.fromkeys(range(4)), 4: "e"})
         self.assertEqual(self.ledgered(), {"applied": 1, "not_kept": 4})
-        for n, said in enumerate(('column answer holds "A" where "a" was written',
-                                  "column decided holds null where ", "the row went away",
-                                  'column decided holds "x" where ')):
+        for n, (_, said) in enumerate(self.TRIGGERS):
             self.assertTrue(why[n].startswith(said), why[n])
         self.assertIn("not_kept, such as item ", out)
         name = bh.item_id("text number 0")
@@ -6100,8 +6110,7 @@ class AuditAndApply(EndpointCase):
                 self.assertEqual(self.ledgered(), {"applied": 5 - len(lost), "refused": len(lost)})
                 self.assertIn(reason, why[3])
                 self.assertIn("refused, such as item ", said)
-                for path in ("l.jsonl", "posts.db"):
-                    os.remove(path)
+            self.removed()
         self.answered([10 ** 19, 1], {"type": "integer"})
         self.table(2)
         self.assertIn("too large", self.applied(code=1)[1][0])
