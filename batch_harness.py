@@ -6566,508 +6566,471 @@ def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: boo
     write_whole(output, functools.partial(write, rows), "--output")
 
 
-# ====================================================================================================================
-# AUDIT AND APPLY.  What a ledger can prove, checked line by line; and the one place where an answer changes a database,
-# after it was derived from its reply once more.  Apply writes label columns, deletes nothing and decides nothing.
-# ====================================================================================================================
+# ==================================================================================================
+# AUDIT AND APPLY.  What a ledger can prove, checked row by row: audit changes nothing.  Apply alone
+# writes answers into a database, each derived from its reply once more; it deletes nothing, and
+# what a person decided stays.
+# ==================================================================================================
 
-def item_numbers(ids: Sequence[str]) -> Optional[List[int]]:
-    """Ids as numbers, the same whatever the length of an id; None where one of them is no id."""
-    if not ids or min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
-        return None
-    return [int(name[:ID_LENGTH], 16) for name in ids]
+# How far an item has come.  What has come one step has come all of those before it.
+SUBMITTED, RETURNED, SET_ASIDE, ACCEPTED = 1, 2, 3, 4
 
+NO_LEDGER_SHOWS = (
+    "not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, "
+    "and named its model, finish, tokens and refusals truly; when, and how fast; that no line is "
+    "gone from the end, and the last one is as it was; that nobody wrote the whole chain anew, "
+    "whose CRC-32 anyone can compute")
+NO_INPUT_SHOWS = ("; without --input: that ids and prompts are those of the texts, and sources, "
+                  "items and digest those of the input")
 
-class Numbers:
-    """The items of one run, job or task, each counted once."""
-
-    SUBMITTED, RETURNED, ACCEPTED, SET_ASIDE = 1, 2, 4, 8
-
-    def __init__(self) -> None:
-        self._flags: Dict[int, int] = {}                # item -> what has happened to it
-
-    def take(self, items: Sequence[int], news: int) -> None:
-        """Note what has happened to items."""
-        if self._flags.keys().isdisjoint(items):
-            self._flags.update(dict.fromkeys(items, news))
-        else:
-            self._flags.update({item: self._flags.get(item, 0) | news for item in items})
-
-    def of(self, item: int) -> int:
-        """What has happened to an item, as flags."""
-        return self._flags.get(item, 0)
-
-    def count(self, flag: int, without: int = 0) -> int:
-        """How many items have the one flag, and not the other."""
-        tally = collections.Counter(self._flags.values())
-        return sum(count for flags, count in tally.items() if flags & flag and not flags & without)
-
-    def words(self) -> str:
-        """As a sum, with what has come back and is not settled yet."""
-        accepted, returned = self.count(self.ACCEPTED), self.count(self.RETURNED)
-        quarantined = self.count(self.SET_ASIDE, self.ACCEPTED)
-        unfinished = returned - accepted - quarantined
-        return "submitted %d >= returned %d = accepted %d + quarantined %d%s" % (
-            self.count(self.SUBMITTED), returned, accepted, quarantined,
-            " + unfinished %d" % unfinished if unfinished else "")
+Entry = Mapping[str, Any]               # a row of a ledger
+Faults = Iterator[str]                  # what does not hold, in words
+Course = Tuple[str, Optional[int]]      # (task, arm): in each an answer is accepted at most once
 
 
-class Course:
-    """What has become of the items of one task and arm, for the rows that follow."""
-
-    def __init__(self) -> None:
-        self.answers: Dict[int, int] = {}               # text -> hash of what was accepted
-        self.held: Set[int] = set()                     # items that were put into quarantine
-        # (batch_id, ids, attempt) -> run and verdict of its last reply
-        self.failed: Dict[Tuple[str, Tuple[str, ...], int], Tuple[str, str]] = {}
-        self.sizes: Set[Tuple[str, int]] = set()        # (batch_id, size) of what failed
+def against(said: Entry, by: str, derived: Entry) -> Faults:
+    """The members that are not what is derived.  One that is empty may be left out."""
+    for name, value in derived.items():
+        now = said.get(name, type(value)())
+        if now != value:
+            yield "%s is %s, and by %s %s" % (name, shown(now), by, shown(value))
 
 
-Fault = Callable[[str], None]
+def shortened(ids: Iterable[str]) -> List[str]:
+    """Ids by which the items of runs with longer and shorter ones are the same."""
+    return [name[:ID_LENGTH] for name in ids]
 
 
 class Auditor:
-    """Checks the rows of one ledger as they go by, and gathers its numbers."""
+    """Checks the rows of one ledger as they go by.
 
-    def __init__(self, path: str, texts: Mapping[str, Item]) -> None:
-        self.path, self.faults = path, []  # type: str, List[str]
-        self.checked: Counter[str] = collections.Counter()
-        self.unchecked: Counter[str] = collections.Counter()        # what could not be checked, in words
-        self.notes: List[str] = []                                  # what is no fault, and yet to be known
-        self.tasks: Dict[str, Optional[Task]] = {}                  # by run; None where it cannot be read
-        self.frozen: Dict[str, Dict[str, int]] = {}                 # task -> digest of an input -> its items
-        self.numbers: Dict[Tuple[str, str], Numbers] = collections.defaultdict(Numbers)     # (kind, name) -> its items
-        self.courses: Dict[Tuple[str, Any], Course] = collections.defaultdict(Course)       # by (task, arm)
-        self.requests: Dict[str, Any] = {}                          # custom id -> its request
-        self.open: Set[str] = set()                                 # keys of jobs that are not collected
-        self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
-        self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
-        self._runs: Dict[str, Mapping[str, Any]] = {}
-        self._same_input: Set[str] = set()                          # runs that froze the very texts of the input
-        self._rebuilt: Set[str] = set()                             # runs with ids of the input's length
-        self._heads: Dict[str, str] = {}                            # run -> how its prompts begin
-        self._batches: Dict[str, List[str]] = {}                    # batch_id -> ids of a batch that failed
+    `faults` is what does not hold, by line.  `counted` is added to: answers "derived" again,
+    "prompts" rebuilt, and, in words, what could not be checked.  `texts`: the input by id, or empty.
+    """
 
-    def take(self, number: int, row: Dict[str, Any]) -> None:
-        """Check one line."""
-        def fault(words: str) -> None:
-            self.faults.append("%s:%d: %s" % (self.path, number, words))
-        if row["event"] == "run":
-            self._run(row, fault)
-        elif row["event"] == "attempt":
-            self._attempt(row, fault)
-        elif row["event"] == "quarantine":
-            self._quarantine(row, fault)
-        elif row["event"] == "failure" and "batch" in row:
-            self._count(row, item_numbers(row["batch"]) or [], Numbers.SUBMITTED)
-            self._batches.setdefault(str(row.get("batch_id")), row["batch"])
-        elif row["event"] == "job":
-            self._job(row)
-        elif row["event"] == "apply":
-            self._apply(row, fault)
-        elif row["event"] != "failure":
-            fault("a row of an unknown kind, %s" % shown(row["event"]))
-        if row["event"] != "attempt" and "answers" in row:
-            fault("a row of kind %s holds answers" % shown(row["event"]))
+    def __init__(self, texts: Mapping[str, Item], counted: Counter[str]) -> None:
+        self.texts = texts
+        self.counted = counted
+        self.faults: List[str] = []
+        self.tasks: Dict[str, Task] = {}        # by fingerprint
+        # run -> its row, its task or None where that cannot be read, how its prompts begin
+        self._runs: Dict[str, Tuple[Entry, Optional[Task], str]] = {}
+        self._same_input: Set[str] = set()      # runs that froze the very texts of the input
+        # (kind, name) of a run, job or task -> item -> how far it has come
+        self._reached: Dict[Tuple[str, str], Dict[str, int]] = collections.defaultdict(dict)
+        self._accepted: Dict[Course, Set[int]] = collections.defaultdict(set)   # key_of(digest)
+        self._held: Dict[Course, Set[str]] = collections.defaultdict(set)   # items in quarantine
+        # (course, batch_id, ids, attempt) -> run and verdict of its last reply
+        self._failed: Dict[Tuple[Any, ...], Tuple[str, str]] = {}
+        self._sizes: Set[Tuple[Course, str, int]] = set()           # of these batches
+        self._batches: Dict[str, Sequence[str]] = {}                # batch_id -> ids of what failed
+        self._requests: Dict[str, Any] = {}     # custom id -> its request, until its reply
+        self._jobs: Set[str] = set()            # keys of jobs that are not collected
+        self._applied: Dict[str, Dict[str, str]] = collections.defaultdict(dict)    # by target
 
-    def _run(self, row: Mapping[str, Any], fault: Fault) -> None:
-        task: Optional[Task] = None
+    def read(self, log: Log) -> Iterator[str]:
+        """Check every row; then what is to be known, and the numbers that must add up, in words."""
+        for row in log:
+            self.faults += ["%d: %s" % (log.number, words) for words in self._row(row)]
+        yield from self._lines(log)
+        for run in self._runs.keys() - self._same_input:
+            self._other_input(run)
+        for (kind, name), reached in sorted(self._reached.items()):
+            yield "%s %s: %s" % (kind, name, self._sum(kind, name, reached))
+        for key in sorted(self._jobs):
+            yield "the job of key %s is not collected" % key
+        for target, outcomes in sorted(self._applied.items()):
+            yield "%s: %s" % (target, as_counts(collections.Counter(outcomes.values())))
+
+    def _row(self, row: Entry) -> Faults:
+        kind = row["event"]
+        check = getattr(self, "_check_" + kind, None)
+        if check is None:
+            yield "a row of an unknown kind, %s" % shown(kind)
+        else:
+            yield from check(row) or ()
+        if kind != "attempt" and "answers" in row:
+            yield "a row of kind %s holds answers" % shown(kind)
+
+    def _check_run(self, row: Entry) -> Faults:
+        run, task, head = row["run"], None, ""      # these where the task cannot be read
         try:
             task = load_task(row["task"], row["form"])
+            head = prompt_head(task)
         except HarnessError as error:
-            fault("the task of run %s cannot be read: %s" % (row["run"], error))
-        if task is not None and task.fingerprint != row["fingerprint"]:
-            fault("the task of run %s has the fingerprint %s, not %s" % (
-                row["run"], task.fingerprint, row["fingerprint"]))
-        if task is not None and row.get("stage", task.stage) != task.stage:
-            fault("the stage of run %s is not that of its task" % row["run"])
-        self.tasks[row["run"]], self._runs[row["run"]] = task, row
-        self._heads[row["run"]] = "" if task is None else prompt_head(task)
-        if type(row.get("items")) is int:
-            self.frozen.setdefault(row["fingerprint"], {})[str(row.get("digest"))] = row["items"]
-        names = self._shard(row)
-        if names and row.get("digest") == ids_digest(names):
-            self._same_input.add(row["run"])
-            if row.get("items") != len(names):
-                fault("run %s has %s items, and the input of its digest has %d" % (
-                    row["run"], row.get("items"), len(names)))
+            yield "the task of run %s cannot be read: %s" % (run, error)
+        else:
+            yield from against(
+                row, "its task", {"fingerprint": task.fingerprint, "stage": task.stage})
+            self.tasks[task.fingerprint] = task
+        self._runs[run] = row, task, head
+        if row.get("digest") == ids_digest(sorted(self.texts)):
+            self._same_input.add(run)
+            yield from against(row, "the input of its digest", {"items": len(self.texts)})
 
-    def _shard(self, row: Mapping[str, Any]) -> List[str]:
-        """The ids of the input, in their order, of which a run had to do with."""
-        part, _, parts = str(row.get("shard", "1/1")).partition("/")
-        if not self._texts or not (part + parts).isdecimal() or not int(parts or 0):
-            return []
-        return [name for name in sorted(self._texts) if int(name[:ID_LENGTH], 16) % int(parts) == int(part) - 1]
-
-    def _attempt(self, row: Mapping[str, Any], fault: Fault) -> None:
-        task, run, items = self.tasks.get(row["run"]), self._runs.get(row["run"], {}), item_numbers(row["batch"])
-        if items is None:
-            fault("its batch names what is no id")
+    def _check_attempt(self, row: Entry) -> Faults:
+        ids = row["batch"]
+        if min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
+            yield "its batch names what is no id"
             return
+        run, task, head = self._runs.get(row["run"], ({}, None, ""))
+        arms = range(len(run.get("arms", ())))
         if not run:
-            fault("no run row %s stands before it" % shown(row["run"]))
-        elif task is not None and (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
-            fault("it is of another task than its run (%s)" % row["task"])
-        elif row.get("arm") not in (range(len(run.get("arms", []))) or [None]):
-            fault("its run has no arm %s" % row.get("arm"))
+            yield "no run row %s stands before it" % shown(row["run"])
+        elif row.get("arm") not in (arms or [None]):
+            yield "its run has no arm %s" % row.get("arm")
         elif task is not None:
-            course = self.courses[row["task"], row.get("arm")]
-            self._judged(row, task, course, fault)
-            self._placed(row, items, course, fault)
-            self._asked(row, task, fault)
-        accepted = row["verdict"] == "ok"
-        self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.ACCEPTED * accepted |
-                    Numbers.SET_ASIDE * ("quarantined" in row))
+            yield from against(row, "its run", {
+                "task": task.fingerprint, "stage": task.stage, "form": task.form})
+            yield from self._judged(row, task, run)
+            yield from self._placed(row, run)
+            if self.texts:
+                yield from self._asked(row, task, head)
+        step = RETURNED
+        if row["verdict"] == "ok":
+            step = ACCEPTED
+        elif "quarantined" in row:
+            step = SET_ASIDE
+        self._note(row, step)
         name = row.get("custom_id")
         if name is not None:
-            request = self.requests.get(name)
-            if request is None or any(row.get(word, request[word]) != request[word] for word in (
-                    "batch", "text_sha", "prompt_sha", "attempt", "fallback", "batch_id", "size")):
-                fault("no job asked about these items under the custom id %s" % name)
-            elif name in self._seen:
-                fault("the custom id %s stands on a second row" % name)
-            self._seen.add(name)
+            request = self._requests.pop(name, None)
+            if request is None:
+                yield "no open request of a job has the custom id %s" % name
+            else:
+                yield from against(row, "its request", {
+                    word: request[word] for word in request.keys() & row.keys() - {"sources"}})
 
-    def _quarantine(self, row: Mapping[str, Any], fault: Fault) -> None:
+    def _check_quarantine(self, row: Entry) -> Faults:
         """A quarantine that was held back: the reply that it rests on stands on a row before it."""
-        course, items = self.courses[row["task"], row.get("arm")], item_numbers(row["batch"]) or []
-        if course.failed.get((row["batch_id"], tuple(row["batch"]), row["attempt"])) != (row["run"], row["verdict"]):
-            fault("it quarantines items, and no reply about them that came before has its verdict")
-        course.held.update(items)
-        self._digested(row, fault)
-        self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.SET_ASIDE)
+        course = row["task"], row.get("arm")
+        call = course, row["batch_id"], tuple(row["batch"]), row["attempt"]
+        if self._failed.get(call) != (row["run"], row["verdict"]):
+            yield "it quarantines items, and no reply about them that came before has its verdict"
+        self._held[course].update(shortened(row["batch"]))
+        self._note(row, SET_ASIDE)
+        yield from self._digests(row)
 
-    def _judged(self, row: Mapping[str, Any], task: Task, course: Course, fault: Fault) -> None:
-        """What a row says of its reply, derived from it again; an answer is accepted at most once."""
-        strict, verdict = bool(self._runs[row["run"]].get("strict_order")), row["verdict"]
+    def _check_failure(self, row: Entry) -> None:
+        if "batch" in row:
+            self._note(row, SUBMITTED)
+
+    def _check_job(self, row: Entry) -> None:
+        if "requests" in row:
+            self._jobs.add(row["key"])
+            self._requests.update(row["requests"])
+            for request in row["requests"].values():
+                self._note({"batch": request["batch"], "task": row["task"]}, SUBMITTED)
+        elif row["step"] in ("collected", "abandoned"):
+            self._jobs.discard(row["key"])
+
+    def _check_apply(self, row: Entry) -> Faults:
+        reached = self._reached["task", row["task"]]
+        for outcome in OUTCOMES:
+            for name in row.get(outcome, []):
+                self._applied[row["target"]][name] = outcome
+                if reached.get(name) != ACCEPTED:
+                    yield "%s: no row before it answers item %s" % (outcome, shown(name))
+
+    def _judged(self, row: Entry, task: Task, run: Entry) -> Faults:
+        """What a row says of its reply must be what the reply says today."""
+        verdict, detail = row["verdict"], str(row.get("detail"))
+        strict = bool(run.get("strict_order"))
         proof = rederived(row, task, strict)
+        if verdict == proof.code == "refused":      # the detail may be the endpoint's own words
+            bare = rederived({**row, "detail": ""}, task, strict)
+            if bare.code == "ok":
+                self.counted["refusals in the endpoint's words, beside a good reply"] += 1
+            elif bare.detail == detail:
+                proof = bare
         if verdict == "ok":
-            self.checked["derived"] += len(row["batch"])
-            self._accepted(row, proof, course, fault)
-        if proof.code == verdict:
-            for name, value in (("missing", list(proof.missing)), ("extra", list(proof.extra)),
-                                ("normalised", list(proof.normalised)), ("reordered", proof.reordered)):
-                if row.get(name, type(value)()) != value:
-                    fault("%s is %s, and by its reply %s" % (name, shown(row.get(name)), shown(value)))
-        elif verdict == "ok":
-            fault("accepted, and its reply is %s today (%s)" % (proof.code, proof.detail))
-        elif "reply" not in row and verdict == "not_json" and str(row.get("detail")).startswith(NO_TEXT):
-            self.unchecked["verdicts on replies that were no text"] += 1
+            yield from self._answered(row, proof.answers)
+        if verdict == "not_json" and "reply" not in row and detail.startswith(NO_TEXT):
+            self.counted["verdicts on replies that were no text"] += 1
+        elif verdict != proof.code:
+            yield "its verdict is %s, and its reply is %s today (%s)" % (
+                verdict, proof.code, proof.detail)
         else:
-            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
-        if verdict == "refused":            # by words of the endpoint, which stand in the detail
-            proof = rederived({**row, "detail": ""}, task, strict)
-            self.unchecked["refusals in the endpoint's words, beside a good reply"] += proof.code == "ok"
-            if proof.code != "refused" and proof.detail == row.get("detail"):
-                fault("its verdict is refused, and its reply is %s today" % proof.code)
+            yield from against(row, "its reply", {
+                "missing": list(proof.missing), "extra": list(proof.extra),
+                "normalised": list(proof.normalised), "reordered": proof.reordered})
 
-    def _accepted(self, row: Mapping[str, Any], proof: Any, course: Course, fault: Fault) -> None:
-        if proof.code == "ok" and encode(proof.answers) != encode(row["answers"]):
-            for name, answer in proof.answers.items():
-                if _sorted_json(answer) != _sorted_json(row["answers"][name]):
-                    fault("item %s: the answer %s is not that of its reply, %s" % (
-                        name, shown(row["answers"][name]), shown(answer)))
-        for name, key in zip(row["batch"], map(key_of, row["text_sha"])):
-            if key in course.answers:
-                fault("item %s was accepted before" % name)
-            answer = row["answers"][name]
-            course.answers.setdefault(key, hash(answer if type(answer) is str else (_sorted_json(answer),)))
+    def _answered(self, row: Entry, derived: Entry) -> Faults:
+        """Each answer must be that of its reply, and the first for its text."""
+        ids, answers = row["batch"], row["answers"]
+        self.counted["derived"] += len(ids)
+        if encode(derived) != encode(answers):
+            for name, answer in derived.items():
+                if _sorted_json(answer) != _sorted_json(answers[name]):
+                    yield "item %s: the answer %s is not that of its reply, %s" % (
+                        name, shown(answers[name]), shown(answer))
+        before = self._accepted[row["task"], row.get("arm")]
+        for name, key in zip(ids, map(key_of, row["text_sha"])):
+            if key in before:
+                yield "item %s was accepted before" % name
+            before.add(key)
 
-    def _placed(self, row: Mapping[str, Any], items: List[int], course: Course, fault: Fault) -> None:
-        """A row's place among the calls before it, by what holds under every policy and in every version."""
-        run, ids, name = self._runs[row["run"]], tuple(row["batch"]), row["batch_id"]
-        attempt, size, own = row["attempt"], row["size"], batch_id(ids) == name
-        again = not course.held.isdisjoint(items) if own else {*ids} < {*self._batches.get(name, ())}
-        if not own and not again:
-            fault("batch_id is neither that of its items nor that of a batch of them that failed before")
-        elif row["fallback"] is not again:
-            fault("fallback is %s, and its items had %sfailed before" % (
-                shown(row["fallback"]), "" if again else "not "))
-        if attempt > 1 and (name, ids, attempt - 1) not in course.failed:
-            fault("attempt %d, and no attempt %d of these items failed before" % (attempt, attempt - 1))
-        if course.failed.get((name, ids, attempt), ("", ""))[0] == row["run"]:
-            fault("attempt %d, and that is on the ledger before" % attempt)
-        nominal = run.get("batch_size") if row.get("arm") is None else run["arms"][row["arm"]]
-        if type(nominal) is int and (len(ids) > size or not (
-                size == nominal or (name, size) in course.sizes or own and row["fallback"] and size == 1)):
-            fault("size is %d, and its run asks at %d" % (size, nominal))
+    def _placed(self, row: Entry, run: Entry) -> Faults:
+        """A row's place among the calls before it, by what holds in every version."""
+        ids, name, attempt, size = tuple(row["batch"]), row["batch_id"], row["attempt"], row["size"]
+        course = row["task"], row.get("arm")
+        items = shortened(ids)
+        own = batch_id(ids) == name
+        again = {*ids} < {*self._batches.get(name, ())}
+        if own:
+            again = not self._held[course].isdisjoint(items)
+        if own or again:
+            yield from against(row, "the calls before it", {"fallback": again})
+        else:
+            yield "batch_id is neither that of its items nor of a batch of them that failed before"
+        if attempt > 1 and (course, name, ids, attempt - 1) not in self._failed:
+            yield "attempt %d, and none before it of these items failed" % attempt
+        call = course, name, ids, attempt
+        if self._failed.get(call, ("", ""))[0] == row["run"]:
+            yield "attempt %d, and that is on the ledger before" % attempt
+        nominal = run["arms"][row["arm"]] if "arm" in row else run.get("batch_size")
+        alone = own and again and size == 1
+        if len(ids) > size or not (
+                size == nominal or alone or (course, name, size) in self._sizes):
+            yield "size is %d, and its run asks at %s" % (size, nominal)
         policy = an_object(run.get("policy"))
         most = policy.get("attempts")
-        if type(most) is int and attempt > most:
-            fault("attempt %d, and its run makes %d" % (attempt, most))
-        if "quarantined" in row and type(most) is int and (
-                len(ids) > 1 and policy.get("on_failure") != "exclude"
-                or own and not row["fallback"] and attempt < most and row["verdict"] not in HOPELESS):
-            fault("it puts its items into quarantine, and calls were left to be made")
+        if type(most) is not int:               # the row of the run was edited
+            most = attempt
+        if attempt > most:
+            yield "attempt %d, and its run makes %d" % (attempt, most)
+        if "quarantined" in row:
+            self._held[course].update(items)
+            parts = len(ids) > 1 and policy.get("on_failure") != "exclude"
+            repeated = own and not row["fallback"] and row["verdict"] not in HOPELESS
+            if parts or repeated and attempt < most:
+                yield "it puts its items into quarantine, and calls were left to be made"
         if row["verdict"] != "ok":
-            course.failed[name, ids, attempt] = row["run"], row["verdict"]
-            course.sizes.add((name, size))
-            course.held.update(items if "quarantined" in row else ())
+            self._failed[call] = row["run"], row["verdict"]
+            self._sizes.add((course, name, size))
             if own:
-                self._batches[name] = row["batch"]
+                self._batches[name] = ids
 
-    def _digested(self, row: Mapping[str, Any], fault: Fault) -> List[Item]:
-        """The items of a row that the input holds; each must have the digest that the row gives it."""
-        items = [self._texts[name] for name in row["batch"] if name in self._texts]
-        shas = dict(zip(row["batch"], row.get("text_sha", ())))
-        for item in items:
-            if not item.digest.startswith(shas.get(item.id, "")):
-                fault("item %s: text_sha is not that of its text" % item.id)
-        return items
+    def _digests(self, row: Entry) -> Faults:
+        digests = dict(zip(row["batch"], row.get("text_sha", ())))
+        yield from against(digests, "its text", {
+            name: self.texts[name].digest[:32] for name in digests.keys() & self.texts.keys()})
 
-    def _asked(self, row: Mapping[str, Any], task: Task, fault: Fault) -> None:
-        """A row against the input: its prompt and its members that come from there."""
-        items = self._digested(row, fault)
+    def _asked(self, row: Entry, task: Task, head: str) -> Faults:
+        """What a row has of its texts must be what the input has."""
+        yield from self._digests(row)
+        items = [self.texts[name] for name in row["batch"] if name in self.texts]
         if len(items) < len(row["batch"]):
-            self.unchecked["prompts with texts that the input does not hold"] += bool(self._texts)
+            self.counted["prompts with texts that the input does not hold"] += 1
             return
-        self.checked["prompts"] += 1
-        self._rebuilt.add(row["run"])
-        if prompt_digest(build_prompt(items, task, self._heads[row["run"]])) != row.get("prompt_sha"):
-            fault("its prompt, rebuilt from task and texts, is another")
-        sources = [item.source and _source_value(item.source) for item in items]
-        if row.get("sources", [None] * len(items)) != sources:
-            if row["run"] in self._same_input:
-                fault("its sources are not those of the input; check --id-field")
-            else:
-                self.unchecked["rows with other sources, of runs that froze another input or a sample"] += 1
+        self.counted["prompts"] += 1
+        derived: Dict[str, Any] = {"prompt_sha": prompt_digest(build_prompt(items, task, head))}
+        if row["run"] in self._same_input:
+            sources = [item.source and _source_value(item.source) for item in items]
+            derived["sources"] = sources if any(key is not None for key in sources) else []
+        yield from against(row, "the input", derived)
 
-    def _job(self, row: Mapping[str, Any]) -> None:
-        if "requests" in row:
-            self.requests.update(row["requests"])
-            self.open.add(row["key"])
-            for request in row["requests"].values():
-                self.numbers["task", row["task"]].take(item_numbers(request["batch"]) or [], Numbers.SUBMITTED)
-        elif row["step"] in ("collected", "abandoned"):
-            self.open.discard(row["key"])
+    def _note(self, row: Entry, step: int) -> None:
+        """Note how far a row's items have come, in its run, its job and its task."""
+        task = "arm %s of task" % row["arm"] if "arm" in row else "task"
+        for kind, member in (("run", "run"), ("job", "job"), (task, "task")):
+            name = row.get(member)
+            if name:
+                reached = self._reached[kind, str(name)]
+                reached.update({item: step for item in row["batch"] if reached.get(item, 0) < step})
 
-    def _apply(self, row: Mapping[str, Any], fault: Fault) -> None:
-        numbers = self.numbers["task", row["task"]]
-        for name, outcome in ((name, word) for word in OUTCOMES for name in row.get(word, [])):
-            self.applied[row["target"], name] = outcome
-            if not numbers.of((item_numbers([name]) or [-1])[0]) & Numbers.ACCEPTED:
-                fault("%s: no row before it answers item %s" % (outcome, shown(name)))
+    def _lines(self, log: Log) -> Iterator[str]:
+        """Name the lines that hold no row of the chain; those that were cut are no fault."""
+        wrong = {
+            **dict.fromkeys(log.damaged, "the line is damaged"),
+            **dict.fromkeys(
+                log.strange, "it is whole JSON and no row: edited, or of another version"),
+            **dict.fromkeys(
+                log.broken, "it does not follow the line before (edited, removed or repeated)")}
+        self.faults += ["%d: %s" % (number, words)
+                        for number, words in wrong.items() if number not in log.closed]
+        if log.closed:
+            yield "%d lines were cut, and closed off by a later run (%s)" % (
+                len(log.closed), ", ".join(map(str, log.closed[:MAX_REPORTED])))
+        if log.torn is not None:
+            yield "the last line (%d) is cut or garbage; the next run closes it off" % log.torn
+        if not log.number:
+            yield "the ledger is empty"
 
-    def _count(self, row: Mapping[str, Any], items: List[int], news: int) -> None:
-        kinds = [("run", row.get("run")), ("job", row.get("job"))]
-        kinds += [("task" if row.get("arm") is None else "arm %s of task" % row["arm"], row.get("task"))]
-        for kind, name in kinds:
-            if isinstance(name, str):
-                self.numbers[kind, name].take(items, news)
+    def _other_input(self, run: str) -> None:
+        """A run whose digest is not the input's: it froze another one or a part, or was changed."""
+        row = self._runs[run][0]
+        reached = self._reached.get(("run", run), {})
+        asked = sorted(reached.keys() & self.texts.keys())
+        if not self.texts or ids_digest(asked) == row.get("digest"):
+            return
+        self.counted["runs that froze another input or a part of it"] += 1
+        if len(asked) == len(reached) == row.get("items"):
+            self.faults.append(" the digest of run %s is not that of its items" % run)
 
-    def settle(self, history: Log) -> None:
-        """What shows only when all is read."""
-        known = {**dict.fromkeys(history.damaged, "the line is damaged"),
-                 **dict.fromkeys(history.strange, "it is whole JSON and no row: edited, or of another version"),
-                 **dict.fromkeys(history.broken, "it does not follow the line before (edited, removed or repeated)")}
-        self.faults += ["%s:%d: %s" % (self.path, number, words) for number, words in known.items()
-                        if number not in history.closed]
-        if history.closed:
-            self.notes.append("%d lines were cut, and closed off by a later run (%s)" % (
-                len(history.closed), ", ".join(map(str, history.closed[:MAX_REPORTED]))))
-        if history.torn is not None:
-            self.notes.append("the last line (%d) is cut or garbage; the next run closes it off" % history.torn)
-        if not history.number:
-            self.notes.append("the ledger is empty")
-        self._inputs()
-        for (kind, name), numbers in self.numbers.items():
-            frozen = sum(self.frozen.get(name, {}).values())
-            submitted = numbers.count(numbers.SUBMITTED)
-            if kind == "task" and submitted > frozen:
-                self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
-                    self.path, name, submitted, frozen))
-
-    def _inputs(self) -> None:
-        """The runs whose digest is not that of the input: of another one or a sample, or else it was changed."""
-        for name, row in self._runs.items():
-            if not self._texts or name in self._same_input:
-                continue
-            numbers = self.numbers["run", name]
-            asked = [id_ for id_ in sorted(self._texts) if numbers.of(int(id_[:ID_LENGTH], 16))]
-            if ids_digest(asked) == row.get("digest"):
-                continue
-            self.unchecked["runs that froze another input or a sample"] += 1
-            if name in self._rebuilt and len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
-                self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, name))
-
-    def lines(self) -> Iterator[str]:
-        """The numbers, and what else is to be known, in words."""
-        for words in self.notes:
-            yield "%s: %s" % (self.path, words)
-        for (kind, name), numbers in sorted(self.numbers.items()):
-            several = "at most " * (len(self.frozen.get(name, {})) > 1)         # inputs, which may share texts
-            frozen = "frozen %s%d >= " % (several, sum(self.frozen.get(name, {}).values())) if kind == "task" else ""
-            yield "%s: %s %s: %s%s" % (self.path, kind, name, frozen, numbers.words())
-        for key in sorted(self.open):
-            yield "%s: the job of key %s is not collected" % (self.path, key)
-        for target in sorted({target for target, _ in self.applied}):
-            tally = collections.Counter(word for (where, _), word in self.applied.items() if where == target)
-            yield "%s: %s: %s" % (
-                self.path, target, " + ".join("%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
+    def _sum(self, kind: str, name: str, reached: Mapping[str, int]) -> str:
+        """How far the items of a run, job or task have come, as a sum; a task's were frozen."""
+        total, tally = len(reached), collections.Counter(reached.values())
+        words = "submitted %d >= returned %d = accepted %d + quarantined %d" % (
+            total, total - tally[SUBMITTED], tally[ACCEPTED], tally[SET_ASIDE])
+        if tally[RETURNED]:
+            words += " + unfinished %d" % tally[RETURNED]
+        if kind != "task":
+            return words
+        inputs = {row.get("digest"): row["items"] for row, _, _ in self._runs.values()
+                  if row["fingerprint"] == name and type(row.get("items")) is int}
+        frozen = sum(inputs.values())
+        if total > frozen:
+            self.faults.append(" task %s: %d items submitted, and %d were frozen" % (
+                name, total, frozen))
+        several = "at most " if len(inputs) > 1 else ""         # inputs may share texts
+        return "frozen %s%d >= %s" % (several, frozen, words)
 
 
 def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Check every line of ledgers against the invariants, and print the numbers that must add up."""
+    """Check every line of ledgers against the invariants; print the numbers that must add up."""
     texts: Dict[str, Item] = {}
     if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
-            for row in source.rows():
-                if row.error is None:
-                    item = Item(row.text, row.key, options.id_length)
-                    texts.setdefault(item.id, item)
-    answers: Dict[str, List[Tuple[str, Dict[int, int]]]] = {}       # task -> (ledger, text -> hash of its answer)
-    faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
-    unchecked: Counter[str] = collections.Counter()
-    for path in each_once(options.ledgers):
-        auditor = Auditor(path, texts)
-        log = Log(path)
-        for entry in log:
-            auditor.take(log.number, entry)
-        auditor.settle(log)
-        faults += auditor.faults
-        checked += auditor.checked
-        unchecked += auditor.unchecked
-        for task, mine in [(task, course.answers) for (task, arm), course in auditor.courses.items() if arm is None]:
-            for other, theirs in answers.setdefault(task, []):
-                faults += ["item %s has another answer in %s than in %s" % (short_id(key), path, other)
-                           for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]]
-            answers[task].append((path, mine))
-        for words in auditor.lines():
-            out(words)
-    if texts and checked["derived"] and not checked["prompts"]:
-        faults.append("%s holds the texts of none of these prompts; check --input and --text-field" % options.input)
+            items = [Item(row.text, row.key, options.id_length)
+                     for row in source.rows() if row.error is None]
+        texts = {item.id: item for item in reversed(items)}         # of equal texts the first
+    counted: Counter[str] = collections.Counter()
+    faults: List[str] = []
+    tasks: Dict[str, Task] = {}
+    paths = each_once(options.ledgers)
+    for path in paths:
+        auditor = Auditor(texts, counted)
+        for words in auditor.read(Log(path)):
+            out("%s: %s" % (path, words))
+        faults += [path + ":" + words for words in auditor.faults]
+        tasks.update(auditor.tasks)
+    if len(paths) > 1:
+        for task in tasks.values():
+            try:
+                settled_places(paths, task)
+            except HarnessError as error:
+                faults.append(str(error))
+    derived, prompts = counted.pop("derived", 0), counted.pop("prompts", 0)
+    if texts and derived and not prompts:
+        faults.append("%s holds the texts of none of these prompts; check --input and --text-field"
+                      % options.input)
     for words in faults[:1000]:
         out(words)
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
-        checked["derived"], checked["prompts"], len(faults)))
-    if unchecked:
-        out("not checked: " + as_counts(unchecked))
-    absent = "" if texts else ("; without --input: that ids and prompts are those of the texts, and sources, items and "
-                               "digest those of the input")
-    out("not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, and named its "
-        "model, finish, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last "
-        "one is as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
+        derived, prompts, len(faults)))
+    if counted:
+        out("not checked: " + as_counts(counted))
+    out(NO_LEDGER_SHOWS + ("" if texts else NO_INPUT_SHOWS))
     return QUARANTINED_LEFT if faults else DONE
 
 
-CHUNK = 1000                                                            # rows of one transaction
-UNDONE = {"not_kept": "give the column a type that holds it, or look at the triggers",      # what to do about it
-          "refused": "change the table's rules, or this task's"}
-LOCK_WAIT = 30.0                                                        # seconds, for another program to let go
+CHUNK = 1000                                # rows of one transaction
+LOCK_WAIT = 30.0                            # seconds, for another program to let go
+APPLIED = ("applied", "")
+LEFT = "left by --limit"                    # stands on no ledger
+BEST_FIRST = (*OUTCOMES[:-1], LEFT, OUTCOMES[-1])
+Fate = Tuple[str, str]                      # what a row or an item came to, and why it is undone
 
 
 class Change(NamedTuple):
     """An answer to be applied."""
 
-    name: str                           # the item's id
-    values: Tuple[Any, ...]             # of the columns to set, as SQLite takes them
-    mark: str                           # RUN/BATCH/ITEM
-    source: Optional[str]               # the caller's key of the first row with the text
+    name: str                               # the item's id
+    cells: Sequence[Any]                    # mark (RUN/BATCH/ITEM), values..., rubric version
 
 
 def open_database(options: Settings) -> Any:
     """The connection of `apply`, which never makes a file.  sqlite3.Error where there is none."""
+    import pathlib
     import sqlite3
-    import urllib.parse
-    path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
     mode = "ro" if options.dry_run else "rw"
-    base = sqlite3.connect("file:%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
+    path = pathlib.Path(os.path.abspath(options.database)).as_uri()
+    base = sqlite3.connect(
+        "%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
     base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
     return base
 
 
 class Table:
-    """A table of an SQLite file, and the columns of it that matter here.  HarnessError where it has none such."""
+    """A table of an SQLite file, and the columns that matter here.
 
-    def __init__(self, base: Any, options: Settings, task: Task) -> None:
-        import sqlite3
+    A row's cells are (rowid, text, key, mark, values..., rubric).  sqlite3.Error where there is no
+    such table or column.
+    """
+
+    def __init__(self, base: Any, options: Settings, fields: Iterable[str]) -> None:
         self.base = base
-        self.text, self.key, self.rubric = options.text_field or "text", options.id_field or "id", options.rubric_column
-        self.batch, self.name = options.batch_column, options.table
-        self.version = as_cell(task.rubric_version, "rubric_version")
-        self.fields = dict(options.columns or [(name, name) for name in task.fields])      # column -> field
-        unknown = sorted(set(self.fields.values()) - set(task.fields))
-        if unknown:
-            raise HarnessError("--set: the task has no field %s; it has %s" % (
-                ", ".join(unknown), ", ".join(task.fields)))
-        if (self.version is None) is not (self.rubric is None):
-            raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
-                "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
-        kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
-        if kinds.get(self.name) != "table":
-            raise HarnessError("%s has no table %s%s; it has %s" % (
-                options.database, self.name, ", that is a view" if self.name in kinds else "",
-                ", ".join(name for name, kind in kinds.items() if kind == "table") or "none"))
-        columns = [row[1] for row in self.base.execute("PRAGMA table_info(%s)" % quoted(self.name))]
-        wanted = [self.text, self.key, self.batch, *self.fields, *([self.rubric] if self.rubric else [])]
-        named: Dict[Optional[str], str] = {
-            self.text: "--text-field", self.key: "--id-field", self.batch: "--batch-column",
-            self.rubric: "--rubric-column", **dict.fromkeys(self.fields, "--set COLUMN=FIELD")}
-        absent = ["%s (%s)" % (name, named[name]) for name in wanted if name not in columns]
-        if absent or len(set(wanted)) < len(wanted):
-            raise HarnessError("table %s has no column %s; it has %s" % (
-                self.name, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
-        taken = {name.lower() for name in columns}
-        self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
-        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
-        self._select = "SELECT %s FROM %s WHERE %s " % (", ".join(columns), quoted(self.name), self.row)
-        try:
-            self.cells(0)
-        except sqlite3.OperationalError as error:
-            if "no such column" not in str(error):
-                raise
-            raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
+        self.size = CHUNK
+        self.written = 0                        # rows
+        self.rubric = options.rubric_column
+        self.columns = [options.batch_column, *fields]
+        cells = [options.text_field or "text", options.id_field or "id", *self.columns]
+        if self.rubric is not None:
+            self.columns.append(self.rubric)
+            cells.append(self.rubric)
+        used = [name.lower() for name in (*cells, "rowid", "oid", "_rowid_")]
+        if len(set(used)) < len(used):
+            raise HarnessError("each of --text-field, --id-field, --batch-column, --rubric-column "
+                               "and --set COLUMN must name a column of its own")
+        # As t."x" a name is never taken for a string.
+        read = ", ".join("t." + quoted(name) for name in cells)
+        if self.rubric is None:
+            read += ", NULL"
+        self._select = "SELECT t._rowid_, %s FROM %s t WHERE t._rowid_ " % (
+            read, quoted(options.table))
+        self._update = "UPDATE %s SET %s WHERE _rowid_ = ?" % (
+            quoted(options.table), ", ".join("%s = ?" % quoted(name) for name in self.columns))
+        self.cells(0)
+        self.base.execute("EXPLAIN " + self._update, (0, *self.columns))    # no view is written
 
     def cells(self, row: int) -> Any:
-        """One row as it is now, as (rowid, text, key, rubric, batch, values...); None where it is gone."""
+        """The cells of one row as they are now; None where it is gone."""
         return self.base.execute(self._select + "= ?", (row,)).fetchone()
 
-    def chunk(self, after: float) -> List[Tuple[Any, ...]]:
+    def chunk(self, after: float) -> Any:
         """The cells of the next rows."""
         import sqlite3
-        rows: List[Tuple[Any, ...]] = self.base.execute(
-            "%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
+        rows = self.base.execute(
+            self._select + "> ? ORDER BY 1 LIMIT ?", (after, self.size)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, change: Change) -> Tuple[str, str]:
-        """Write one decision and read the row back: its outcome, and why it is not "applied"; then it is undone."""
+    def update(self, row: int, cells: Sequence[Any]) -> Fate:
+        """Write one row and read it back; what it came to.  What is not kept is undone."""
         import sqlite3
-        sets = {**dict(zip(self.fields, change.values)), self.batch: change.mark}
-        if self.rubric is not None:
-            sets[self.rubric] = self.version
         self.base.execute("SAVEPOINT decision")
         try:
-            self.base.execute("UPDATE %s SET %s WHERE %s = ?" % (
-                quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), self.row),
-                [*sets.values(), row])
-            why = self._not_kept(self.cells(row), change)
-            outcome = "not_kept" if why else "applied"
-        except sqlite3.Error as error:
-            outcome, why = "refused", str(error)[:MAX_KEPT]
-            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", why):
-                raise                                   # it is not about this row
-        if self.base.in_transaction:                    # a trigger may have rolled back all of it
-            if why:
-                self.base.execute("ROLLBACK TO decision")
+            self.base.execute(self._update, [*cells[:len(self.columns)], row])
+            fate = self._kept(self.cells(row), cells)
+        except (sqlite3.Error, OverflowError) as error:
+            fate = "refused", str(error)[:MAX_KEPT]
+            if type(error) is not sqlite3.IntegrityError and re.search(
+                    "database|disk|lock", fate[1]):
+                raise                           # it is not about this row
+        if fate == APPLIED:
+            self.written += 1
+        elif self.base.in_transaction:          # else a trigger has rolled back all of it
+            self.base.execute("ROLLBACK TO decision")
+        if self.base.in_transaction:
             self.base.execute("RELEASE decision")
-        return outcome, why
+        return fate
 
-    def _not_kept(self, cells: Any, change: Change) -> str:
-        """Which column of a row does not hold what was written, in value and type; blank where each one does."""
-        if cells is None:
-            return "the row went away when it was written"
-        if self.version is not None and version_in(cells[3]) != self.version:
-            return "column %s holds %s where %s was written" % (self.rubric, shown(cells[3]), self.version)
-        for name, now, value in zip((self.batch, *self.fields), cells[4:], (change.mark, *change.values)):
-            if not same_cell(now, value):
-                return "column %s holds %s where %s was written" % (name, shown(now), shown(value))
-        return ""
+    def _kept(self, now: Any, cells: Sequence[Any]) -> Fate:
+        """Whether a row holds what was written, in value and type, or which column does not."""
+        if now is None:
+            return "not_kept", "the row went away when it was written"
+        for column, cell, value in zip(self.columns, now[3:], cells):
+            version = column == self.rubric and version_in(cell) == value
+            if not version and not same_cell(cell, value):
+                return "not_kept", "column %s holds %s where %s was written" % (
+                    column, shown(cell), shown(value))
+        return APPLIED
 
 
 def same_cell(now: Any, value: Any) -> bool:
-    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is never a text."""
+    """Whether a cell holds a value.  A column may hold 1 as 1.0, true as 1; a number is no text."""
     return bool(now == value) and isinstance(now, str) == isinstance(value, str)
 
 
@@ -7082,187 +7045,188 @@ def quoted(name: str) -> str:
     return '"%s"' % name.replace('"', '""')
 
 
-def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, Change]:
-    """Every answer that stands for a task, by the 32 digits of its text, each derived from its reply again."""
-    found: Dict[str, Change] = {}
-    state, log = State(task), Log(path)
-    for row in log:
+class Decisions(NamedTuple):
+    """What a ledger says of one task, and of one target of `apply`."""
+
+    changes: Dict[str, Change]              # by the 32 digits of the text
+    sources: Dict[str, str]                 # the caller's key of the first row with a text -> item
+    outcomes: Dict[str, str]                # item -> its last outcome
+
+
+def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str],
+              target: str) -> Decisions:
+    """The answers that stand for a task, each derived from its reply again; what came of them."""
+    found = Decisions({}, {}, {})
+    state = State(task)
+    for row in rows:
         settled = set(state.apply(row))
-        if row["event"] == "attempt" and row["verdict"] == "ok" and settled:
-            proof = rederived(row, task)
-            if proof.code != "ok" or proof.answers != row["answers"]:
-                raise HarnessError("%s:%d: its answers are not those of its reply; nothing was applied, see `audit`" % (
-                    path, log.number))
-            sources = row.get("sources") or [None] * len(row["batch"])
-            for sha, name, source in zip(row["text_sha"], row["batch"], sources):
-                if key_of(sha) in settled:
-                    _, answer = settled_as(row, sha)
-                    fields = {"answer": answer} if task.bare else answer
-                    values = tuple(as_cell(fields[field], name) for field in columns.values())
-                    found[sha] = Change(name, values, "%s/%s/%s" % (row["run"], row["batch_id"], name),
-                                         None if source is None else str(source))
+        if row["event"] == "apply" and row["target"] == target:
+            for outcome in OUTCOMES:
+                names = row.get(outcome, ())
+                if row["task"] == task.fingerprint:
+                    found.outcomes.update(dict.fromkeys(names, outcome))
+                elif outcome == "applied":  # another task has written these columns since
+                    found.outcomes.update(dict.fromkeys(names, ""))
+        if not settled or row["verdict"] != "ok":
+            continue
+        proof = rederived(row, task)
+        if proof.code != "ok" or proof.answers != row["answers"]:
+            raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
+                               "applied, see `audit`" % (path, row["seq"]))
+        sources = row.get("sources", itertools.repeat(None))
+        for sha, name, source in zip(row["text_sha"], row["batch"], sources):
+            if key_of(sha) in settled:
+                mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
+                _, answer = settled_as(row, sha)
+                if task.bare:
+                    answer = {"answer": answer}
+                cells = [mark, *map(answer.get, fields), task.rubric_version]
+                found.changes[sha] = Change(name, [
+                    encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells])
+                if source is not None:
+                    found.sources[str(source)] = name
     return found
 
 
-def as_cell(value: Any, name: str) -> Any:
-    """A value as SQLite holds it: lists and objects as JSON.  HarnessError: an integer beyond 64 bits."""
-    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-        raise HarnessError("item %s: the answer %s has more than 64 bits; nothing was applied, export it as text" % (
-            name, shown(value)))
-    return encode(value) if isinstance(value, (list, dict)) else value
+def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
+    """What becomes of a row with the text of an answer; blank: the answer is to be written.
+
+    `cells` are its mark, values and rubric now; `applied`: the ledger says the item was.
+    """
+    mark, *values, rubric = cells
+    own, *wanted, version = change.cells
+    pairs = list(zip(values, wanted))
+    there = mark == own and all(itertools.starmap(same_cell, pairs))
+    # A person may have changed it since; the mark may be that of another stage on the same text.
+    ours = applied and str(mark).endswith("/" + change.name)
+    if there or ours and not any(now is None and value is not None for now, value in pairs):
+        return "applied"
+    if rubric is not None:
+        decided = version_in(rubric)
+        if decided is None or decided > version:
+            return "stale_rubric"
+    return ""
 
 
-class Applier:
-    """Walks a table in transactions, and finds for each answered item what came of it."""
+def decided(table: Table, found: Decisions, options: Settings,
+            cells: Sequence[Any]) -> Tuple[str, Fate]:
+    """Decide a row, and write it where it is to be: the item, if any, and what the row came to."""
+    row, text, key, *now = cells
+    change = None
+    if isinstance(text, str) and not SURROGATE.search(text):
+        change = found.changes.get(text_digest(text)[:32])
+    if change is None:
+        return found.sources.get(str(key), ""), ("stale_text", "")
+    outcome = row_outcome(now, change, found.outcomes.get(change.name) == "applied")
+    if outcome:
+        return change.name, (outcome, "")
+    if table.written == options.limit:
+        return change.name, (LEFT, "")
+    if options.dry_run:
+        table.written += 1
+        return change.name, APPLIED
+    again = table.cells(row)
+    if again != cells:                              # a trigger of a row before has changed it
+        return decided(table, found, options, again) if again else ("", ("missing_row", ""))
+    return change.name, table.update(row, change.cells)
 
-    def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
-                 options: Settings) -> None:
-        self.table, self.found, self._limit, self._dry = table, found, options.limit, options.dry_run
-        self._known = known                             # items that the ledger says were applied
-        self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
-        self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
-        self.why: Dict[str, str] = {}                   # digest -> why a row that was to be written does not hold it
-        self.written = 0                                # rows
-        self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
-        self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
-        self._barred: Dict[int, Tuple[str, str]] = {}   # rows whose writing rolls the whole transaction back
 
-    def chunk(self, after: float) -> Optional[float]:
-        """Decide the next rows, in one transaction; the last of them, or None where there is none."""
-        base, written = self.table.base, self.written
-        news: List[Tuple[str, str, str]] = []
-        base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
-        try:
-            rows = self.table.chunk(after)
-            for cells in rows:
-                news.append(self._row(cells))
-                if not base.in_transaction:             # nothing of it stands: once more, without this row
-                    self.written = written
-                    return after
-            base.execute("COMMIT")
-        except BaseException:
-            if base.in_transaction:
-                base.execute("ROLLBACK")
-            raise
-        for sha, outcome, why in news:
-            self._note(sha, outcome, why)
-        return rows[-1][0] if rows else None
+def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str, Fate]]:
+    """Walk a table.  After each transaction the items applied in it; in the end all answered items,
+    each with the best that any of its rows came to.
+    """
+    came = {change.name: ("missing_row", "") for change in found.changes.values()}
+    after = -math.inf
+    rows: Sequence[Any] = [()]
+    while rows:
+        # Nobody writes between our reading and writing.
+        table.base.execute("BEGIN" if options.dry_run else "BEGIN IMMEDIATE")
+        written = table.written
+        rows = table.chunk(after)
+        news = [decided(table, found, options, cells)
+                for cells in rows if table.base.in_transaction]
+        if table.base.in_transaction:
+            table.base.execute("COMMIT")
+        elif table.size > 1:                    # nothing of it stands: again, each row by itself
+            table.size = 1
+            table.written = written
+            continue
+        for name, fate in news:
+            if name:
+                came[name] = min(came[name], fate, key=lambda one: BEST_FIRST.index(one[0]))
+        if rows:
+            after = rows[-1][0]
+        yield {name: fate for name, fate in news if fate == APPLIED}
+    yield came
 
-    def _row(self, cells: Sequence[Any]) -> Tuple[str, str, str]:
-        """Decide one row, given by its cells, as (digest, outcome, why); without an outcome where it is left alone."""
-        row, text, key, rubric, batch, *values = cells
-        sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
-        change, version = self.found.get(sha), self.table.version
-        if change is None:
-            return self._by_source.get(str(key), ""), "stale_text", ""
-        if self._before(change, batch, values):
-            return sha, "applied", ""
-        if version is not None and rubric is not None:
-            decided = version_in(rubric)
-            if decided is None or decided > version:
-                return sha, "stale_rubric", ""
-        if self.written == self._limit:
-            return sha, "", ""
-        now = cells if self._dry else self.table.cells(row)
-        if now != cells:                                # a trigger of a row before it has changed it
-            return self._row(now) if now else ("", "", "")
-        outcome, why = self._barred.get(row) or (("applied", "") if self._dry else self.table.update(row, change))
-        if not self.table.base.in_transaction:
-            self._barred[row] = outcome, why
-        self.written += outcome == "applied"
-        return sha, outcome, why
 
-    def settle(self) -> None:
-        """What has met no row is missing."""
-        gone = self.found.keys() - self.outcomes.keys() - self.left_out
-        self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
+def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head: Entry) -> None:
+    """Put on the ledger which items came to another outcome than it says."""
+    news: Dict[str, List[str]] = collections.defaultdict(list)
+    reasons: Dict[str, str] = {}
+    for name, (outcome, why) in came.items():
+        if outcome != LEFT and known.get(name) != outcome:
+            known[name] = outcome
+            news[outcome].append(name)
+            if why:
+                reasons[name] = why
+    if news:
+        ledger.append(row_parts(compact({
+            "event": "apply", "at": timestamp(), **head, **news, "why": reasons})))
+        ledger.sync()
 
-    def _before(self, change: Change, batch: Any, values: Sequence[Any]) -> bool:
-        """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
-        have changed it since (the mark may be that of another stage on the same text).
-        """
-        pairs = list(zip(values, change.values))
-        if batch == change.mark and all(itertools.starmap(same_cell, pairs)):
-            return True
-        return change.name in self._known and str(batch).endswith("/" + change.name) and not any(
-            now is None and value is not None for now, value in pairs)
 
-    def _note(self, sha: str, outcome: str, why: str) -> None:
-        if sha and not outcome:
-            self.left_out.add(sha)
-        elif sha:
-            self.outcomes[sha] = min(self.outcomes.get(sha, outcome), outcome, key=OUTCOMES.index)
-            self.changed.add(sha)
-            if why and self.outcomes[sha] == outcome:
-                self.why[sha] = why
+def columns_set(options: Settings, task: Task) -> Dict[str, str]:
+    """Which column takes which field; HarnessError where the task has no such field or rubric."""
+    fields = dict(options.columns) or {name: name for name in task.fields}
+    for field in fields.values():
+        if field not in task.fields:
+            raise HarnessError("--set: the task has no field %s; it has %s" % (
+                field, ", ".join(task.fields)))
+    if (task.rubric_version is None) is not (options.rubric_column is None):
+        raise HarnessError("the task's rubric_version is %s; give --rubric-column where there is "
+                           "one, and only there" % shown(task.rubric_version))
+    return fields
 
 
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
     import sqlite3
     task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    columns = ", ".join(sorted(column for column, _ in options.columns) or sorted(task.fields))
-    target = "%s, table %s (%s)" % (os.path.abspath(options.database), options.table, columns)
+    fields = columns_set(options, task)
+    target = "%s, table %s (%s)" % (
+        os.path.abspath(options.database), options.table, ", ".join(sorted(fields)))
+    head = {"stage": task.stage, "task": task.fingerprint, "target": target}
+    table: Optional[Table] = None
     with contextlib.ExitStack() as stack:
-        ledger = None if options.dry_run else stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-        known: Dict[str, str] = {}                      # item -> its last outcome on the ledger
-        for row in ledger.rows() if ledger is not None else Log(options.ledger):
-            if row["event"] == "apply" and row["target"] == target:
-                mine = row["task"] == task.fingerprint
-                news = {name: word for word in OUTCOMES for name in row.get(word, [])}
-                if mine:
-                    known.update(news)
-                else:                                   # another task has written these columns since
-                    for name in row.get("applied", []):
-                        known.pop(name, None)
-        applier: Optional[Applier] = None
+        ledger: Optional[Ledger] = None
+        rows: Iterable[Entry] = Log(options.ledger)
+        if not options.dry_run:
+            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
+            rows = ledger.rows()
         try:
             base = stack.enter_context(contextlib.closing(open_database(options)))
-            table = Table(base, options, task)
-            found = decisions(options.ledger, task, table.fields)
-            applier = Applier(table, found, {name for name, word in known.items() if word == "applied"}, options)
-            after: Optional[float] = -math.inf
-            while after is not None:
-                after = applier.chunk(after)
-                if after is None:
-                    applier.settle()
+            table = Table(base, options, fields)
+            found = decisions(options.ledger, rows, task, fields.values(), target)
+            known = dict(found.outcomes)
+            for came in walk(table, found, options):
                 if ledger is not None:
-                    note_outcomes(ledger, applier, known, task, target, after is None)
+                    record(ledger, known, came, head)
         except sqlite3.Error as error:
-            if applier is None and "locked" not in str(error):
-                raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
-            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (options.database, error))
+            if table is None and "locked" not in str(error):
+                raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
+                                   "the columns" % (options.table, options.database, error))
+            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
+                options.database, error))
             return STOPPED
-    say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
-    out("%d answered items: %s%s" % (
-        len(applier.found), as_counts(collections.Counter(applier.outcomes.values())),
-        "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
-    if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
-        say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
-    undone = {word: sha for sha, word in applier.outcomes.items() if word in UNDONE}        # one of each
-    for word, sha in undone.items():
-        say("%s, such as item %s: %s; %s" % (word, found[sha].name, applier.why[sha], UNDONE[word]))
+    verb = "would be written" if options.dry_run else "written"
+    say("%d rows %s to %s" % (table.written, verb, target))
+    tally = collections.Counter(outcome for outcome, _ in came.values())
+    out("%d answered items: %s" % (len(came), as_counts(tally)))
+    undone = {outcome: (outcome, name, why) for name, (outcome, why) in came.items() if why}
+    for one in undone.values():
+        say("%s, such as item %s: %s" % one)
     return QUARANTINED_LEFT if undone else DONE
-
-
-def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
-    """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
-    news: Dict[str, List[str]] = collections.defaultdict(list)
-    why: Dict[str, str] = {}
-    changed = applier.outcomes.keys() if last else applier.changed
-    for sha, outcome in ((sha, applier.outcomes[sha]) for sha in changed):
-        name = applier.found[sha].name
-        if known.get(name) != outcome and (last or outcome == "applied"):
-            known[name] = outcome
-            news[outcome].append(name)
-            if outcome in UNDONE:
-                why[name] = applier.why[sha]
-    applier.changed.clear()
-    if news:
-        ledger.append(row_parts(compact({
-            "event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint, "target": target,
-            **news, "why": why})))
-        ledger.sync()
 
 
 # ==================================================================================================
