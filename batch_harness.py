@@ -5192,14 +5192,16 @@ def at_best(calls: int) -> str:
 
 # ==================================================================================================
 # REPORT, EXPLAIN AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an
-# answer is what its row says.
+# answer is what its row says.  A report is figures first, members with names; text, JSON and page
+# are made of these.
 # ==================================================================================================
 
 BASELINE = 100                          # single first calls without which no larger size is safe
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
-COUNTS = ("calls", "first", "first_ok", "retried", "rescued", "fallbacks", "answered",
-          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown")
+COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
+          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
+          "items", "failed_items", "verdicts", "normalised")
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # an arm by the names that --json gives
 Place = Tuple[str, str, Optional[int], str]             # ledger, task, arm, digest of a text
@@ -5258,7 +5260,6 @@ class Group(NamedTuple):
     form: str
     size: int
     asked: str                          # the model asked for, where the endpoint named none
-    fields: Tuple[str, ...]             # none where the row of the run, and so the task, is lost
 
 
 class Figures:
@@ -5280,7 +5281,7 @@ class Figures:
 
     group: Group
     asked = ""                          # the model that was asked for
-    fields: Mapping[str, Any] = {}      # of the task: name -> schema
+    fields: Mapping[str, Any] = {}      # of the task: name -> schema; none where it is not known
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = collections.Counter()
@@ -5288,7 +5289,7 @@ class Figures:
         self.ms: List[int] = []
         self.answers: Dict[int, Answer] = {}        # by key_of(digest)
         self.batches: List[Tuple[bool, List[int]]] = []     # accepted: reordered?, texts as asked
-        self.failed: List[str] = []                 # an item of each of the first that failed
+        self.failed_items: List[str] = []           # one of each of the first that failed
         self.fell_back: Set[str] = set()            # items asked again because their batch failed
         self._same: Dict[Answer, Answer] = {}       # labels are few: equal answers are held once
 
@@ -5305,20 +5306,21 @@ class Figures:
     def count(self, row: Mapping[str, Any]) -> None:
         """Count one attempt row."""
         accepted = row["verdict"] == "ok"
-        items = len(row["batch"])
+        full = len(row["batch"]) == row["size"]
         self.calls += 1
         self.verdicts[row["verdict"]] += 1
         self.normalised.update(row.get("normalised", ()))
-        if accepted:
-            self.answered += items
+        self.answered += len(row.get("answers", ()))
         if row.get("reordered"):
             self.reordered += 1
         if row["fallback"]:
             self.fallbacks += 1
-        elif items == row["size"] and row["attempt"] == 1:
+        elif full and row["attempt"] == 1:
             self.first += 1
             self.first_ok += accepted
-        elif items == row["size"]:
+            if not accepted and len(self.failed_items) < SHOWN_ITEMS:
+                self.failed_items.append(row["batch"][0])
+        elif full:
             self.retried += 1
             self.rescued += accepted
         if "tokens_in" in row and "tokens_out" in row:
@@ -5329,109 +5331,95 @@ class Figures:
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Count one attempt row, and keep its answers for comparison."""
-        keys: List[int] = []
-        if row["verdict"] == "ok":
-            keys = [key_of(sha) for sha in row["text_sha"]]
-            if all(key in self.answers for key in keys):
-                self.repeated += 1      # the ledger was put together by hand
-                return
-        failures = self.failures
+        answers = {key_of(sha): answer for sha, _, answer in answers_of(row)}
+        if answers and all(key in self.answers for key in answers):
+            self.repeated += 1          # the ledger was put together by hand
+            return
         self.count(row)
-        if self.failures > failures and len(self.failed) < SHOWN_ITEMS:
-            self.failed.append(row["batch"][0])
         if type(row.get("ms")) is int:  # a batch job's calls have none
             self.ms.append(row["ms"])
         if row["fallback"] and row["size"] > 1:
             self.fell_back.update(row["batch"])
-        for key, name in zip(keys, row["batch"]):
-            answer = comparable(row["answers"][name], self.fields)
-            self.answers.setdefault(key, self._same.setdefault(answer, answer))
-        if not row["fallback"] and len(keys) == row["size"]:
-            self.batches.append((bool(row.get("reordered")), keys))
+        for key, answer in answers.items():
+            words = comparable(answer, self.fields)
+            self.answers.setdefault(key, self._same.setdefault(words, words))
+        if not row["fallback"] and len(answers) == row["size"]:
+            self.batches.append((bool(row.get("reordered")), list(answers)))
 
 
 class Reading:
     """What a report gathers from ledgers, line by line."""
 
     def __init__(self) -> None:
+        self.logs: Dict[str, Log] = {}              # by the path of the ledger
         self.groups: Dict[Group, Figures] = {}
         self.failures: Counter[str] = collections.Counter()     # by HTTP status, or kind
         self.runs: Dict[str, Dict[str, Any]] = {}
         self.changes: List[Dict[str, Any]] = []     # where one model asked for became another
-        self.damaged: Dict[str, Sequence[int]] = {}             # ledger -> lines
-        self.broken: Dict[str, Sequence[int]] = {}
-        self.held: Dict[Place, Group] = {}          # what is in quarantine
+        self.held: Dict[Place, Figures] = {}        # what is in quarantine
         self._strings: Dict[Tuple[str, str], str] = {}  # (ledger, model asked for) -> its last one
 
     def read(self, ledger: str) -> None:
         """Take in one ledger."""
-        log = Log(ledger)
+        log = self.logs[ledger] = Log(ledger)
         for row in log:
-            self._take(log, row)
-        self.damaged[ledger] = log.damaged
-        self.broken[ledger] = log.broken
+            if row["event"] == "run":
+                self.runs[row["run"]] = row
+            elif row["event"] in ("attempt", "quarantine"):
+                self._model(log, row)
+                self._attempt(ledger, row)
+            elif row["event"] == "failure":
+                self.failures["429"] += row.get("coalesced", 0)     # waits without their own row
+                if "batch" in row:
+                    self.failures[str(row.get("status") or row.get("kind"))] += 1
 
-    def _take(self, log: Log, row: Dict[str, Any]) -> None:
-        if row["event"] == "run":
-            self.runs[row["run"]] = row
-        elif row["event"] in ("attempt", "quarantine"):
-            self._model(log.path, log.number, row)
-            self._attempt(self.group_of(log.path, row), row)
-        elif row["event"] == "failure":
-            self.failures["429"] += row.get("coalesced", 0)     # waits without a row of their own
-            if "batch" in row:
-                self.failures[str(row.get("status") or row.get("kind"))] += 1
-
-    def _asked(self, row: Mapping[str, Any]) -> str:
-        return str(self.runs.get(row["run"], {}).get("model", "?"))
+    def _run(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        return self.runs.get(row["run"], {"model": "?", "task": {}})
 
     def group_of(self, ledger: str, row: Mapping[str, Any]) -> Group:
         """The group of an attempt row.  A refusal names no model: the one that answered last."""
-        asked = self._asked(row)
+        asked = self._run(row)["model"]
         model = row.get("model_string")
         if row["verdict"] == REJECTED:
             model = self._strings.get((ledger, asked))
         if model:
             asked = ""
         return Group(ledger, row["stage"], row["task"], row.get("arm"), model, row["form"],
-                     row["size"], asked, tuple(self._fields(row)))
+                     row["size"], asked)
 
-    def _fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        run = self.runs.get(row["run"], {})
-        return an_object(an_object(run.get("task")).get("fields"))
-
-    def _model(self, ledger: str, number: int, row: Mapping[str, Any]) -> None:
-        asked = self._asked(row)
+    def _model(self, log: Log, row: Mapping[str, Any]) -> None:
+        asked = self._run(row)["model"]
         after = row.get("model_string")
         if after:
-            before = self._strings.setdefault((ledger, asked), after)
-            self._strings[ledger, asked] = after
+            before = self._strings.get((log.path, asked), after)
+            self._strings[log.path, asked] = after
             if before != after:
-                self.changes.append({"ledger": ledger, "line": number, "at": row.get("at"),
+                self.changes.append({"ledger": log.path, "line": log.number, "at": row.get("at"),
                                      "asked": asked, "before": before, "after": after})
 
-    def _attempt(self, group: Group, row: Mapping[str, Any]) -> None:
-        if group not in self.groups:
-            figures = Figures()
+    def _attempt(self, ledger: str, row: Mapping[str, Any]) -> None:
+        group = self.group_of(ledger, row)
+        figures = self.groups.get(group)
+        if figures is None:
+            figures = self.groups[group] = Figures()
             figures.group = group
-            figures.asked = self._asked(row)
-            figures.fields = self._fields(row)
-            self.groups[group] = figures
+            figures.asked = self._run(row)["model"]
+            figures.fields = an_object(self._run(row)["task"].get("fields"))
         if row["event"] == "attempt":
-            self.groups[group].add(row)
+            figures.add(row)
         if row["verdict"] == "ok" or "quarantined" in row:
             for sha in row["text_sha"]:
-                place = (group.ledger, group.task, group.arm, sha)
+                place = (ledger, group.task, group.arm, sha)
                 self.held.pop(place, None)
                 if "quarantined" in row:
-                    self.held[place] = group
+                    self.held[place] = figures
 
     def arms(self) -> List[Figures]:
         """What is counted, in the order of the ledgers and of the trial, once all is read."""
-        ledgers = list(dict.fromkeys(group.ledger for group in self.groups))
-        quarantined = collections.Counter(self.held.values())
-        for group, figures in self.groups.items():
-            figures.quarantined = quarantined[group]
+        ledgers = list(self.logs)
+        held = collections.Counter(self.held.values())
+        for figures in self.groups.values():
+            figures.quarantined = held[figures]
         return sorted(self.groups.values(), key=lambda figures: (
             ledgers.index(figures.group.ledger), figures.group.arm is None, figures.group.arm or 0))
 
@@ -5466,49 +5454,59 @@ def excess_of(keys: Sequence[int], answers: Sequence[Mapping[int, Answer]]) -> O
 
 
 class Comparison:
-    """An arm against the arms of size 1 that are like it: the first one, and its repetition."""
+    """An arm against the arms of size 1 that are like it: the first one, and its repetition.
+
+    `same` and `seen` count answers under the names that --json gives to their shares.
+    """
 
     def __init__(self, figures: Figures, alike: Sequence[Figures]) -> None:
         self.figures = figures
         self.base, self.other = (*alike, Figures(), Figures())[:2]
-        self.singles = sum(one.first for one in alike)
         if self.base is figures:
             self.base = self.other = Figures()
-        self.rates = failure_limits(figures.failures, figures.first)
+        self.singles = sum(one.first for one in alike)
         self.both = [key for key in figures.answers if key in self.base.answers]
-        self.differing: List[int] = []  # of these, where size 1 and its repetition agree
+        self.differing: List[str] = []  # of these, where size 1 and its repetition agree
         self.excess: Counter[float] = collections.Counter()     # of batches
-        self.places: Counter[Tuple[str, bool]] = collections.Counter()  # (half, is it the same)
+        self.same: Counter[str] = collections.Counter()
+        self.seen: Counter[str] = collections.Counter()
         for key in self.both:
             expected = self.base.answers[key]
             same = figures.answers[key] == expected
-            self.places["all", same] += 1
+            self._see("agreement", same)
             if not same and self.other.answers.get(key, expected) == expected:
-                self.differing.append(key)
+                self.differing.append(short_id(key))
         for key, answer in self.other.answers.items():
             if key in self.base.answers:
-                same = answer == self.base.answers[key]
-                self.places["floor", same] += 1
+                self._see("floor", answer == self.base.answers[key])
         for reordered, keys in figures.batches:
             if len(keys) > 1:
                 self._batch(reordered, keys)
+        self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
+
+    def _see(self, name: str, same: bool) -> None:
+        self.same[name] += same
+        self.seen[name] += 1
 
     def _batch(self, reordered: bool, keys: Sequence[int]) -> None:
         answers = [one.answers for one in (self.figures, self.base, self.other)]
         for place, key in enumerate(keys):
-            if key in answers[1]:
+            if key in self.base.answers:
                 same = answers[0][key] == answers[1][key]
-                self.places[("first", "second")[2 * place >= len(keys)], same] += 1
-                self.places["reordered", same] += reordered
+                half = "half_first"
+                if 2 * place >= len(keys):
+                    half = "half_second"
+                self._see(half, not same)
+                if reordered:
+                    self._see("agreement_reordered", same)
         excess = excess_of(keys, answers)
         if excess is not None:
             self.excess[excess] += 1
 
-    def same(self, place: str) -> Tuple[int, int]:
-        """How many answers are the same, of how many: "all", "floor", a half, "reordered"."""
-        same = self.places[place, True]
-        return same, same + self.places[place, False]
+    def share(self, name: str) -> Optional[float]:
+        """The share of answers that are the same: "agreement", "floor"; a half's that differ."""
+        return share(self.same[name], self.seen[name])
 
     def pairs(self, place: int) -> Counter[Tuple[str, str]]:
         """How often which answer to a field at size 1 met which one here."""
@@ -5523,8 +5521,9 @@ def rescue_rate(figures: Figures) -> float:
     return share(figures.rescued, figures.retried) or 0.0
 
 
-def calls_per_item(figures: Figures, size: int) -> float:
+def calls_per_item(figures: Figures) -> float:
     """Expected calls for an item: the first, the retry of a failure, then each item alone."""
+    size = figures.group.size
     failure = share(figures.failures, figures.first) or 0.0
     calls = 1 + failure
     if size > 1:
@@ -5540,11 +5539,13 @@ def tokens_per_item(figures: Figures) -> Optional[float]:
     return tokens / (figures.calls - figures.tokens_unknown) * figures.calls / figures.items
 
 
-def saving(found: Comparison) -> str:
+def saving(found: Comparison) -> Optional[str]:
     """What a size costs against size 1, and from which failure rate on it saves nothing."""
     size = found.figures.group.size
-    calls = calls_per_item(found.figures, size)
-    single = calls_per_item(found.base, 1)
+    if size == 1 or not found.base.first:
+        return None
+    calls = calls_per_item(found.figures)
+    single = calls_per_item(found.base)
     even = (size * single - 1) / (1 + (1 - rescue_rate(found.figures)) * size)
     mine = tokens_per_item(found.figures)
     other = tokens_per_item(found.base)
@@ -5554,38 +5555,6 @@ def saving(found: Comparison) -> str:
     return ("%.0f %% of the calls and %s of the tokens of size 1: %.2f calls an item instead of "
             "%.2f, and fewer until %.0f %% of first passes fail" % (
                 100 * calls / single, tokens, calls, single, 100 * min(1.0, even)))
-
-
-def shown_worse(found: Comparison, options: Settings) -> Iterator[str]:
-    """In which ways a size is shown to be worse than it may be."""
-    figures = found.figures
-    if found.rates.low > options.max_failure:
-        yield ("first passes fail in more than %.1f %% of calls: %s, at size 1 %s; such as those "
-               "of %s") % (
-            100 * options.max_failure, rate(figures.failures, figures.first),
-            rate(found.base.failures, found.base.first), ", ".join(figures.failed[:3]))
-    if found.shift.low > options.margin:
-        named = ", ".join(map(short_id, found.differing[:3])) or "texts that vary anyway"
-        yield "answers differ by %.1f to %.1f points beyond the floor, such as those to %s" % (
-            100 * found.shift.low, 100 * found.shift.high, named)
-
-
-def still_wanting(found: Comparison, options: Settings) -> Iterator[str]:
-    """What is missing before a size is shown to be safe."""
-    figures = found.figures
-    if figures.group.form == "keyed":
-        yield ("the grammar holds the ids here, so that their form is no evidence; judge the "
-               "answers by hand")
-    if found.rates.high > options.max_failure:
-        yield "%d clean calls more would show first-pass failures of at most %.1f %%" % (
-            calls_needed(figures.failures, figures.first, options.max_failure),
-            100 * options.max_failure)
-    if not found.same("floor")[1]:
-        yield "no second arm of size 1 says how much the model disagrees with itself"
-    elif found.shift.high > options.margin:
-        yield "up to %.1f points more answers may differ than by the floor, after %d calls; %s" % (
-            100 * found.shift.high, sum(found.excess.values()),
-            more_calls(found.excess, options.margin))
 
 
 def more_calls(excess: Mapping[float, int], margin: float) -> str:
@@ -5601,28 +5570,55 @@ def more_calls(excess: Mapping[float, int], margin: float) -> str:
     return "about %d more calls would settle it if nothing changed" % least_count(settled)
 
 
-def decision_of(found: Comparison, options: Settings) -> Tuple[str, str]:
-    """The decision on an arm's size, and why."""
+def reasons(found: Comparison, options: Settings) -> Iterator[Tuple[str, str]]:
+    """What speaks for which decision, as (decision, words for Words); the first one holds."""
     figures = found.figures
     if not figures.fields:
-        return "not compared", "the row of the run, which tells the task, is damaged or gone"
+        yield "not compared", "the row of the run, which tells the task, is damaged or gone"
     if figures.group.size == 1:
-        return "baseline", "%d single first calls" % figures.first
-    worse = "; ".join(shown_worse(found, options))
-    if worse:
-        return "not safe", worse
+        yield "baseline", "%(first)s single first calls"
+    if found.rates.low > options.max_failure:
+        yield "not safe", (
+            "first passes fail in more than %(max_failure share)s of calls: %(failures of first)s, "
+            "at size 1 %(single_failures of single_first)s; such as those of %(failed_items few)s")
+    if found.shift.low > options.margin:
+        yield "not safe", (
+            "answers differ by %(low points)s to %(high points)s points beyond the floor, such as "
+            "those to %(differing_items few)s")
     if found.singles < BASELINE:
-        return "baseline first", (
-            "%d of %d single first calls of this model and task; a `trial` gives them; so far %s "
-            "first passes kept their form, %s answers are as at size 1, against a floor of %s" % (
-                found.singles, BASELINE, rate(figures.first_ok, figures.first),
-                rate(*found.same("all")), rate(*found.same("floor"))))
-    wanting = "; ".join(still_wanting(found, options))
-    if wanting:
-        return "not yet", wanting
-    return "safe", (
-        "first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the "
-        "floor; %s" % (100 * found.rates.high, 100 * found.shift.high, saving(found)))
+        yield "baseline first", (
+            "%(singles)s of %(baseline)s single first calls of this model and task; a `trial` "
+            "gives them; so far %(first_ok of first)s first passes kept their form, "
+            "%(same of compared)s answers are as at size 1, against a floor of "
+            "%(floor_same of floor_compared)s")
+    if figures.group.form == "keyed":
+        yield "not yet", ("the grammar holds the ids here, so that their form is no evidence; "
+                          "judge the answers by hand")
+    if found.rates.high > options.max_failure:
+        needed = calls_needed(figures.failures, figures.first, options.max_failure)
+        yield "not yet", str(needed) + (
+            " clean calls more would show first-pass failures of at most %(max_failure share)s")
+    if not found.seen["floor"]:
+        yield "not yet", "no second arm of size 1 says how much the model disagrees with itself"
+    elif found.shift.high > options.margin:
+        yield "not yet", (
+            "up to %(high points)s points more answers may differ than by the floor, after "
+            "%(batches)s calls; " + more_calls(found.excess, options.margin))
+    yield "safe", (
+        "first passes fail in at most %(failure_high share)s, answers differ by at most "
+        "%(high points)s points beyond the floor; %(cost)s")
+
+
+def decision_of(found: Comparison, data: Data, options: Settings) -> Tuple[str, str]:
+    """The decision on an arm's size, and why."""
+    words = Words(
+        data, low=found.shift.low, high=found.shift.high, failure_high=found.rates.high,
+        batches=sum(found.excess.values()), singles=found.singles, baseline=BASELINE,
+        single_failures=found.base.failures, single_first=found.base.first,
+        max_failure=options.max_failure)
+    by_decision = itertools.groupby(reasons(found, options), operator.itemgetter(0))
+    decision, first = next(by_decision)
+    return decision, "; ".join(why % words for _, why in first)
 
 
 # ---- right answers, where the input has them ----
@@ -5630,7 +5626,6 @@ def decision_of(found: Comparison, options: Settings) -> Tuple[str, str]:
 def gold_labels(options: Settings) -> Gold:
     """What the input itself says of its texts, by text; nothing without --gold-field."""
     gold: Gold = {}
-    bad = 0
     if not options.gold_field:
         return gold
     if not options.input:
@@ -5638,18 +5633,14 @@ def gold_labels(options: Settings) -> Gold:
     spec = input_spec(options)._replace(id_field=options.gold_field)
     with contextlib.closing(Source(spec)) as source:
         for row in source.rows():
-            if row.error is not None:
-                bad += 1
-                continue
             label = _source_value(row.key or "null")
-            if label not in (None, ""):
+            if row.error is None and label not in (None, ""):
                 # what a file of text calls 1 is the label 1, too
                 spellings = (*comparable(label, ["answer"]), str(label))
                 gold[key_of(text_digest(row.text))] = spellings
     if not gold:
-        raise HarnessError(
-            "no row of %s has a text and a field %s (%d bad rows); check --gold-field and "
-            "--text-field" % (options.input, options.gold_field, bad))
+        raise HarnessError("no good row of %s has a field %s; check --gold-field and --text-field"
+                           % (options.input, options.gold_field))
     return gold
 
 
@@ -5657,21 +5648,19 @@ def label_words(schema: Any) -> Dict[str, str]:
     """The labels of a field by what comparable makes of them, as they are shown."""
     words = {}
     for label in labels_of(schema) or ():
-        shown = label
+        [word] = comparable(label, ["answer"])
+        words[word] = label
         if not isinstance(label, str):
-            shown = encode(label)
-        words[comparable(label, ["answer"])[0]] = shown
+            words[word] = encode(label)
     return words
 
 
 def judged_field(fields: Mapping[str, Any], name: str) -> str:
     """The field that gold labels judge: that of their name, else the only one (with labels)."""
-    if name in fields:
-        return name
     labelled = [field for field in fields if labels_of(fields[field]) is not None]
-    for meant in (labelled, list(fields)):
+    for meant in ({name} & set(fields), labelled, list(fields)):
         if len(meant) == 1:
-            return meant[0]
+            return min(meant)
     raise HarnessError(
         "--gold-field %s can mean %s of the task; give the column the name of the field it judges"
         % (name, " or ".join(fields)))
@@ -5682,24 +5671,25 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Dict[str, Any]:
 
     Gold values that are no label of the field are left out, and counted.
     """
-    figures = found.figures
+    fields = found.figures.fields
+    field = judged_field(fields, name)
+    place = list(fields).index(field)
+    known = label_words(fields[field])
     tally: Counter[str] = collections.Counter()
     pairs: Counter[Tuple[str, str]] = collections.Counter()     # (right answer, answer)
-    field = judged_field(figures.fields, name)
-    place = list(figures.fields).index(field)
-    known = label_words(figures.fields[field])
     for key, spellings in gold.items():
         truth = [word for word in spellings if word in known or not known]
         if not truth:
             tally["unknown"] += 1
-        elif key in figures.answers:
-            answer = figures.answers[key][place]
+        elif key in found.figures.answers:
+            answer = found.figures.answers[key][place]
+            right = answer in truth
             pairs[truth[0], answer] += 1
-            tally["right"] += answer in truth
+            tally["right"] += right
             if key in found.base.answers:
-                single = found.base.answers[key][place]
-                tally["lost"] += single in truth and answer not in truth
-                tally["won"] += answer in truth and single not in truth
+                single = found.base.answers[key][place] in truth
+                tally["lost"] += single and not right
+                tally["won"] += right and not single
     judged = sum(pairs.values())
     return {
         "accuracy": share(tally["right"], judged), "judged": judged, "right": tally["right"],
@@ -5743,37 +5733,28 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     """An arm by the names that --json gives."""
     figures = found.figures
     group = figures.group
-    decision, why = decision_of(found, options)
     data = {
-        **group._asdict(), "asked": figures.asked,
+        **group._asdict(), **{name: getattr(figures, name) for name in COUNTS},
+        "asked": figures.asked, "fell_back": len(figures.fell_back),
         "model": group.model_string or figures.asked + " (not named by the endpoint)",
-        **{name: getattr(figures, name) for name in COUNTS},
-        "items": figures.items, "fell_back": len(figures.fell_back),
         "first_pass": share(figures.first_ok, figures.first),
         "first_pass_low": 1 - found.rates.high, "first_pass_high": 1 - found.rates.low,
         "calls_per_item": share(figures.calls, figures.items),
-        "tokens_per_item": tokens_per_item(figures),
+        "tokens_per_item": tokens_per_item(figures), "cost": saving(found),
         "ms_p50": quantile(figures.ms, 0.5), "ms_p95": quantile(figures.ms, 0.95),
-        "fields": dict(field_data(found)), "kappa": None, "cost": None,
-        "difference_low": None, "difference_high": None, "failed_items": figures.failed,
-        "differing_items": list(map(short_id, found.differing[:SHOWN_ITEMS])),
-        "verdicts": figures.verdicts, "normalised": figures.normalised,
-        "decision": decision, "why": why}
-    for name, place in (("agreement", "all"), ("floor", "floor"),
-                        ("agreement_reordered", "reordered")):
-        data[name] = share(*found.same(place))
-    data["same"], data["compared"] = found.same("all")
-    data["floor_same"], data["floor_compared"] = found.same("floor")
-    for half in ("first", "second"):
-        equal, count = found.same(half)
-        data["half_" + half] = share(count - equal, count)
+        "same": found.same["agreement"], "compared": found.seen["agreement"],
+        "floor_same": found.same["floor"], "floor_compared": found.seen["floor"],
+        "differing_items": found.differing[:SHOWN_ITEMS],
+        "difference_low": None, "difference_high": None,
+        "fields": dict(field_data(found)), "kappa": None}
+    for name in ("agreement", "floor", "agreement_reordered", "half_first", "half_second"):
+        data[name] = found.share(name)
+    if found.excess:
+        data["difference_low"], data["difference_high"] = found.shift
     kappas = [field["kappa"] for field in data["fields"].values() if field["labels"]]
     if len(kappas) == 1:
         data["kappa"] = kappas[0]
-    if found.excess:
-        data["difference_low"], data["difference_high"] = found.shift
-    if found.base.first and group.size > 1:
-        data["cost"] = saving(found)
+    data["decision"], data["why"] = decision_of(found, data, options)
     return data
 
 
@@ -5783,29 +5764,25 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
     for figures in arms:
         like = figures.group._replace(ledger="", arm=None, size=1)
         alike = [one for one in arms if one.group._replace(ledger="", arm=None) == like
-                 and one.first and one.fields]
+                 and one.first and one.fields and list(one.fields) == list(figures.fields)]
         found = Comparison(figures, alike)
-        datas.append(arm_data(found, options))
+        data = arm_data(found, options)
         if gold and figures.fields:
-            datas[-1].update(gold_data(found, gold, options.gold_field))
+            data.update(gold_data(found, gold, options.gold_field))
+        datas.append(data)
     unknown = [data.get("gold_unknown", len(gold)) for data in datas]
     if gold and datas and min(unknown) == len(gold):
         raise HarnessError("no %s of %s is a label of a task on the ledger; check --gold-field" % (
             options.gold_field, options.input))
+    differ = [name for name in ("ledger", "stage", "task", "model")
+              if len({data[name] for data in datas}) > 1]
     for data in datas:
-        data["label"] = arm_label(data, datas)
+        names = [data[name] for name in differ]
+        if data["arm"] is not None:
+            names.append("arm %d" % data["arm"])
+        data["label"] = ", ".join(names) or "run"
+        data["title"] = "%(label)s, size %(size)d" % data
     return datas
-
-
-def arm_label(data: Data, datas: Sequence[Data]) -> str:
-    """The short name of an arm: its number, and in what the arms differ otherwise."""
-    names = []
-    for word in ("ledger", "stage", "task", "model"):
-        if len({other[word] for other in datas}) > 1:
-            names.append(data[word])
-    if data["arm"] is not None:
-        names.append("arm %d" % data["arm"])
-    return ", ".join(names) or "run"
 
 
 # ---- data -> words: each member stands in one table, (label, needed member, words) ----
@@ -5857,23 +5834,41 @@ RUNS = (
     ("date", "at", "%(at)s, run %(run)s"),
     ("input", "input", "%(input)s: %(rows)s rows, %(items)s items"),
     ("model", "model", "%(model)s at %(host)s; request %(params json)s"),
-    ("sizes", "sizes", "%(sizes)s"),
+    ("sizes", "arms", "%(arms json)s"),
+    ("size", "batch_size", "%(batch_size)s"),
     ("task", "fingerprint", "%(fingerprint)s, stage %(stage)s"),
 )
-
-
+EXPLAINED = (
+    ("attempt", "verdict", "number %(attempt)s on these %(items)s items, at size %(size)s"),
+    ("fallback", "fallback", "made because their batch had failed"),
+    ("model", "verdict", "%(served)s (asked for: %(asked)s)"),
+    ("verdict", "verdict", "%(verdict)s: %(meaning)s"),
+    ("answer", "answer", "%(answer)s"),
+    ("no reply", "kind", "%(kind)s"),
+    ("detail", "detail", "%(detail)s"),
+    ("missing", "missing", "%(missing json)s"),
+    ("extra", "extra", "%(extra json)s"),
+    ("normalised", "normalised", "%(normalised json)s"),
+    ("params", "params", "%(params json)s"),
+    ("finish", "finish", "%(finish)s"),
+    ("prompt", "prompt", "%(prompt)s"),
+    ("reply", "reply", "%(reply)s"),
+    ("outcome", "outcomes", "%(outcomes)s in %(target)s"),
+)
+AGREES = {True: " %(agreement share)s (kappa %(kappa places)s)",
+          False: " %(agreement share)s (free text: to differ is no error)"}
 FORMS: Dict[str, Callable[[Any], str]] = {
     "share": lambda value: "%.1f %%" % (100 * value),
+    "points": lambda value: "%.1f" % (100 * value),
     "places": lambda value: "%.2f" % value,
     "digits": lambda value: "%.3g" % value,
     "whole": lambda value: "%.0f" % value,
     "short": lambda label: label.replace("arm ", "", 1),
+    "few": lambda names: ", ".join(names[:3]) or "texts that vary anyway",
     "counts": counts,
     "json": encode,
     "agreements": lambda fields: ", ".join(
-        name + (" %(agreement share)s (kappa %(kappa places)s)" if field["labels"] else
-                " %(agreement share)s (free text: to differ is no error)") % Words(field)
-        for name, field in fields.items()),
+        name + AGREES[field["labels"]] % Words(field) for name, field in fields.items()),
 }
 
 
@@ -5890,7 +5885,8 @@ class Words(Dict[str, Any]):
         return FORMS[form](value)
 
 
-def described(table: Sequence[Tuple[str, str, str]], data: Data) -> Iterator[Tuple[str, str]]:
+def described(table: Sequence[Tuple[str, str, str]],
+              data: Data) -> Iterator[Tuple[str, str]]:
     """What is to be said of some data: (label, words); nothing of what is not there, or 0."""
     for label, needed, words in table:
         value = data.get(needed)
@@ -5904,29 +5900,20 @@ def overview(datas: Sequence[Data]) -> List[List[str]]:
     return [[label for label, _, _ in OVERVIEW], *rows]
 
 
-Bar = Tuple[str, str, int, float]                       # whose, label, how often, its share
-
-
-def label_bars(datas: Sequence[Data]) -> Iterator[Bar]:
-    """How often each arm gave each label, the most frequent ones."""
-    for data in datas:
-        for name, field in data["fields"].items():
-            given = collections.Counter(field.get("given", {}))
-            whose = "%s, size %d: %s" % (data["label"], data["size"], name)
-            for label, count in given.most_common(SHOWN_LABELS):
-                yield whose, label, count, share(count, sum(given.values())) or 0.0
-
-
 def notes(reading: Reading) -> Iterator[str]:
     """What else a reader of the figures must know."""
-    yield from change_lines(reading.changes)
+    for change in reading.changes[:MAX_REPORTED]:
+        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s "
+               "of %(ledger)s on (%(at)s)" % change)
+    if len(reading.changes) > MAX_REPORTED:
+        yield "%d more changes of the model" % (len(reading.changes) - MAX_REPORTED)
     if +reading.failures:
         yield "calls without a reply: " + counts(+reading.failures)
-    for faults, words in (
-            (reading.damaged, "damaged lines, skipped"),
-            (reading.broken,
-             "lines that do not follow the one before (edited, removed or repeated)")):
-        for path, numbers in faults.items():
+    for path, log in reading.logs.items():
+        for numbers, words in (
+                (log.damaged, "damaged lines, skipped"),
+                (log.broken, "lines that do not follow the one before (edited, removed or "
+                             "repeated)")):
             if numbers:
                 yield "%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path)
 
@@ -5953,17 +5940,36 @@ def table_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
         yield ""
 
 
-def bar_lines(datas: Sequence[Data], width: int) -> Iterator[str]:
-    """How often each arm gave each label, as bars."""
-    bars = list(label_bars(datas))
-    names = max([len(label) for _, label, *_ in bars], default=0)
-    names = min(names, 24)
-    room = max(4, min(40, (width or 80) - names - 24))
-    for whose, group in itertools.groupby(bars, operator.itemgetter(0)):
-        yield whose
-        for _, label, count, part in group:
-            bar = ("#" * math.ceil(part * room)).ljust(room)
-            yield "  %s  %s  %d (%.1f %%)" % (padded(label[:24], names), bar, count, 100 * part)
+def bar_lines(datas: Sequence[Data], width: int, mark: str = "#") -> Iterator[str]:
+    """How often each arm gave each label, the most frequent ones, as bars."""
+    for data in datas:
+        for name, field in data["fields"].items():
+            given = collections.Counter(field.get("given", {}))
+            bars = given.most_common(SHOWN_LABELS)
+            names = min(24, max([len(label) for label, _ in bars], default=0))
+            room = max(4, min(40, (width or 80) - names - 24))
+            if bars:
+                yield "%s: %s" % (data["title"], name)
+            for label, count in bars:
+                part = share(count, sum(given.values())) or 0.0
+                bar = (mark * math.ceil(part * room)).ljust(room)
+                yield "  %s  %s  %d (%.1f %%)" % (padded(label[:24], names), bar, count, 100 * part)
+
+
+def print_report(datas: Sequence[Data], reading: Reading, out: Speaker) -> None:
+    """Print an arm a line, the labels given, the details, and what else is to be known."""
+    if not datas:
+        out("no replies on this ledger: first pass ok %s" % rate(0, 0))
+    else:
+        out("\n".join(table_lines(overview(datas), out.width)), wrap=False)
+    for line in bar_lines(datas, out.width):
+        out(line, wrap=False)
+    for data in datas:
+        out("\n%s:" % data["title"])
+        for row in described(DETAILS, data):
+            out("  %-18s %s" % row)
+    for words in notes(reading):
+        out(words)
 
 
 # ---- words -> page ----
@@ -5971,75 +5977,71 @@ def bar_lines(datas: Sequence[Data], width: int) -> Iterator[str]:
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1"><title>$title</title><style>
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --mark: #0a5bbd;
- --soft: #fff3d6 }
+:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --soft: #fff3d6 }
 @media (prefers-color-scheme: dark) {
- :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --mark: #7db8ff; --soft: #3a3016 } }
+ :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --soft: #3a3016 } }
 body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
  margin: 1rem auto; max-width: 64rem; padding: 0 1rem; overflow-wrap: break-word }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-div { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
+div, pre { overflow-x: auto } pre { font-size: .85rem }
+table { border-collapse: collapse; font-size: .9rem }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left;
  vertical-align: top; min-width: 3rem; max-width: 40rem; white-space: pre-wrap }
-tr.mark { background: var(--soft) }
-meter { width: 8rem; margin-right: .5rem }
+.marked { background: var(--soft) }
 @media (max-width: 40rem) {
- .cards tr { display: block; border-bottom: 2px solid var(--line); padding: .3rem 0 }
- .cards th { display: none } .cards td { display: flex; border: 0; padding: .1rem .4rem }
- td { overflow-wrap: anywhere }
- .cards td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 } }
+ th { display: none }
+ tr { display: block; border-bottom: 2px solid var(--line); padding: .3rem 0 }
+ td { display: flex; border: 0; padding: .1rem .4rem; overflow-wrap: anywhere }
+ td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 } }
 </style></head><body><h1>$title</h1>
 <p>Whether an id is right, the program proves; whether an answer is right, a person must judge.</p>
 $body
 </body></html>
 """)
+TABLE = "<h2>%s</h2>\n<div><table>%s</table></div>"
+INSPECTED = ("Texts and their answers, to be read by a person; "
+             "marked: otherwise than at size 1, or quarantined")
 
 
-def escaped(value: Any) -> str:
-    """A value as it may stand in a page; a share, in front of its words, is a bar."""
+def escaped(text: Any) -> str:
+    """A text as it may stand in a page."""
     import html
-    if isinstance(value, tuple):
-        return '<meter value="%.3f"></meter>%s' % (value[0], escaped(value[1]))
-    if value is None:
-        value = "-"
-    return html.escape(CONTROLS.sub("?", str(value)))
+    return html.escape(CONTROLS.sub("?", str(text)))
 
 
-def as_table(title: str, rows: Sequence[Sequence[Any]], marked: int = 0, kind: str = "") -> str:
+def as_table(title: str, rows: Sequence[Sequence[Any]], marked: int = 0) -> str:
     """A table below its title, the first row its headings, the next ones marked; "" of no rows."""
     if len(rows) < 2:
         return ""
     lines = ["<tr>%s</tr>" % "".join("<th>%s</th>" % escaped(name) for name in rows[0])]
     for place, row in enumerate(rows[1:]):
+        kind = ""
+        if place < marked:
+            kind = ' class="marked"'
         cells = ['<td title="%s">%s</td>' % (escaped(name), escaped(cell))
                  for name, cell in zip(rows[0], row)]
-        mark = ' class="mark"' if place < marked else ""
-        lines.append("<tr%s>%s</tr>" % (mark, "".join(cells)))
-    return '<h2>%s</h2>\n<div class="%s"><table>%s</table></div>' % (
-        escaped(title), kind, "\n".join(lines))
+        lines.append("<tr%s>%s</tr>" % (kind, "".join(cells)))
+    return TABLE % (escaped(title), "\n".join(lines))
 
 
 def page_of(datas: Sequence[Data], reading: Reading, inspected: str) -> str:
     """The report as one page that needs no network and no script.  All from outside is escaped."""
-    parts = [as_table("An arm a line", overview(datas), kind="cards")]
-    for data in datas:
-        parts.append("<p><b>%s, size %d: %s.</b> %s</p>" % (
-            escaped(data["label"]), data["size"], escaped(data["decision"]), escaped(data["why"])))
-    parts += ["<p>%s</p>" % escaped(words) for words in notes(reading)]
-    bars = [(whose, label, (part, "%d (%.1f %%)" % (count, 100 * part)))
-            for whose, label, count, part in label_bars(datas)]
-    head = ("arm and field", "label", "answers")
-    parts.append(as_table("Labels given", [head, *bars], 0, "cards"))
-    parts.append(inspected)
+    decisions = [(data["title"], data["decision"], data["why"]) for data in datas]
+    bars = "\n".join(bar_lines(datas, 42, "\u2588"))
+    parts = [
+        as_table("An arm a line", overview(datas)),
+        as_table("Decisions", [("arm", "decision", "why"), *decisions]),
+        as_table("To be known", [["note"], *[[words] for words in notes(reading)]]),
+        "<h2>Labels given</h2><pre>%s</pre>" % escaped(bars),
+        inspected]
     for data in datas:
         parts += confusion_tables(data)
     for data in datas:
-        title = "%s, size %d in full" % (data["label"], data["size"])
-        parts.append(as_table(title, [("what", "figures"), *described(DETAILS, data)]))
+        details = [("what", "figures"), *described(DETAILS, data)]
+        parts.append(as_table(data["title"] + " in full", details))
     for run in reading.runs.values():
-        sizes = encode(run.get("arms") or run.get("batch_size"))
-        asked = {**run["task"], **run, "sizes": sizes}
-        parts.append(as_table("What was asked", [("what", "words"), *described(RUNS, asked)]))
+        asked = described(RUNS, {**run["task"], **run})
+        parts.append(as_table("What was asked", [("what", "words"), *asked]))
     models = ", ".join(sorted({data["model"] for data in datas})) or "no replies"
     return PAGE.substitute(title=escaped("batch_harness: " + models), body="\n".join(parts))
 
@@ -6053,77 +6055,57 @@ def confusion_tables(data: Data) -> Iterator[str]:
         tables = data["gold_confusion"]
         expected = "gold"
     for name, rows in tables.items():
-        yield as_table(
-            "%s, size %d: answers to %s, by %s" % (data["label"], data["size"], name, expected),
-            [(expected, *rows), *[(label, *row.values()) for label, row in rows.items()]])
-
-
-def texts_of(options: Settings) -> Iterator[Tuple[int, str]]:
-    """The texts of the input, if there is one, by key_of(digest)."""
-    if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
-            for row in source.rows():
-                yield key_of(text_digest(row.text)), row.text
+        title = "%s: answers to %s, by %s" % (data["title"], name, expected)
+        counted = [(label, *row.values()) for label, row in rows.items()]
+        yield as_table(title, [(expected, *rows), *counted])
 
 
 def inspection(options: Settings, reading: Reading, datas: Sequence[Data], gold: Gold) -> str:
-    """As tables: answers beside their texts, those that differ in front, and the quarantine."""
-    differing = {name for data in datas for name in data["differing_items"]}
-    held = list(reading.held)[:SHOWN_ITEMS]
-    keys = {key_of(place[3]) for place in held}
-    texts: Dict[int, str] = {}
+    """Answers beside their texts as a table; in front what differs, and what is in quarantine."""
+    if not options.input:
+        return ""
+    front = {name for data in datas for name in data["differing_items"]}
+    front.update(place[3][:ID_LENGTH] for place in list(reading.held)[:SHOWN_ITEMS])
     marked: Dict[int, str] = {}
-    first: Dict[int, str] = {}
-    for key, text in texts_of(options):
-        if short_id(key) in differing:
-            marked[key] = text
-        elif len(first) < SHOWN_ITEMS and any(
-                key in figures.answers for figures in reading.groups.values()):
-            first[key] = text
-        if key in keys:
-            texts[key] = text
-    answers, last = raw_answers(reading, {*marked, *first}, set(held))
-    arms = [figures.group for figures in reading.arms()]
-    rows = [["item", "text", *["%s, size %d" % (data["label"], data["size"]) for data in datas]]]
-    for key, text in [*marked.items(), *first.items()]:
-        rows.append([short_id(key), text, *[answers.get((group, key), "-") for group in arms]])
-        if gold:
-            rows[-1].insert(2, gold.get(key, ("-",))[-1])
+    others: Dict[int, str] = {}
+    arms = reading.arms()
+    with contextlib.closing(Source(input_spec(options))) as source:
+        for row in source.rows():
+            key = key_of(text_digest(row.text))
+            if short_id(key) in front:
+                marked[key] = row.text
+            elif len(others) < SHOWN_ITEMS and any(key in figures.answers for figures in arms):
+                others[key] = row.text
+    texts = {**marked, **others}
+    columns: List[Tuple[str, Mapping[int, str]]] = []
     if gold:
-        rows[0].insert(2, "gold")
-    quarantine = [("item", "text", "verdict", "detail", "reply")]
-    for place in held:
-        key = key_of(place[3])
-        row = last.get(place, {})
-        quarantine.append((short_id(key), texts.get(key, "-"), row.get("verdict", "-"),
-                           row.get("detail", "-"), row.get("reply", "-")))
-    title = "Texts and their answers, to be read by a person; marked: otherwise than at size 1"
-    return as_table(title, rows, len(marked), "cards") + as_table(
-        "Quarantined items and their last replies", quarantine, kind="cards")
+        columns.append(("gold", {key: spellings[-1] for key, spellings in gold.items()}))
+    cells = cells_of(reading, texts)
+    for data, figures in zip(datas, arms):
+        columns.append((data["title"], cells[figures.group]))
+    rows = [["item", "text", *[title for title, _ in columns]]]
+    for key, text in texts.items():
+        rows.append([short_id(key), text, *[column.get(key, "-") for _, column in columns]])
+    return as_table(INSPECTED, rows, len(marked))
 
 
-def raw_answers(reading: Reading, keys: Set[int], held: Set[Place]) -> Tuple[
-        Dict[Tuple[Group, int], str], Dict[Place, Mapping[str, Any]]]:
-    """From a second pass: answers to some texts as they were given, and rows of others' last replies."""
-    answers: Dict[Tuple[Group, int], str] = {}
-    last: Dict[Place, Mapping[str, Any]] = {}
-
-    def take(ledger: str, row: Mapping[str, Any]) -> None:
-        if row["event"] != "attempt":
-            return
-        for sha, name in zip(row.get("text_sha", ()), row["batch"]):
-            place = (ledger, row["task"], row.get("arm"), sha)
-            if row["verdict"] == "ok" and key_of(sha) in keys:
-                answer = encode(row["answers"][name])
-                answers.setdefault((reading.group_of(ledger, row), key_of(sha)), answer)
-            elif place in held:
-                last[place] = row
-
-    for ledger in {group.ledger for group in reading.groups}:
+def cells_of(reading: Reading, keys: Mapping[int, Any]) -> Dict[Group, Dict[int, str]]:
+    """What became of some texts, from a second pass: answers as they were given, or the verdict."""
+    cells: Dict[Group, Dict[int, str]] = {group: {} for group in reading.groups}
+    for ledger in reading.logs:
         for row in Log(ledger):
-            take(ledger, row)
-    return answers, last
+            if row["event"] not in ("attempt", "quarantine"):
+                continue
+            for sha, name in zip(row.get("text_sha", ()), row["batch"]):
+                if key_of(sha) in keys:
+                    words = "quarantined, %s: %s" % (row["verdict"], row.get("detail", "-"))
+                    if row["verdict"] == "ok":
+                        words = encode(row["answers"][name])
+                    cells[reading.group_of(ledger, row)][key_of(sha)] = words
+    return cells
 
+
+# ---- the command ----
 
 def each_once(paths: Iterable[str]) -> List[str]:
     """The paths, each file once: a ledger would pass for its own repetition."""
@@ -6137,7 +6119,7 @@ def check_page(path: str) -> None:
     """Refuse to write over what is no page."""
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            if not PAGE.template.encode("ascii").startswith(file.read(15) or b"<"):
+            if file.read(9) not in (b"<!doctype", b""):
                 raise HarnessError("--html %s exists and is no page; name another file" % path)
 
 
@@ -6156,16 +6138,16 @@ def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
         page = page_of(datas, reading, inspection(options, reading, datas, gold))
         data = page.encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(data), "--html")
-    broken = {path: numbers for path, numbers in reading.broken.items() if numbers}
+    broken = {path: log.broken for path, log in reading.logs.items() if log.broken}
     if options.json:
-        lines = [number for numbers in reading.damaged.values() for number in numbers]
+        damaged = [number for log in reading.logs.values() for number in log.damaged]
         out(json.dumps({"arms": datas, "model_changes": reading.changes,
-                        "failures": +reading.failures, "damaged_lines": lines,
+                        "failures": +reading.failures, "damaged_lines": damaged,
                         "broken_lines": broken}, indent=1), wrap=False)
     else:
         print_report(datas, reading, out)
-        if options.html:
-            say("the page is in %s" % options.html)
+    if options.html:
+        say("the page is in %s" % options.html)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
     if not options.fail_unless_safe or (wanted == {"safe"} and not broken):
         return DONE
@@ -6176,279 +6158,304 @@ def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
     return QUARANTINED_LEFT
 
 
-def print_report(datas: Sequence[Data], reading: Reading, out: Speaker) -> None:
-    """Print an arm a line, the labels given, the details, and what else is to be known."""
-    if not datas:
-        out("no replies on this ledger: first pass ok %s" % rate(0, 0))
-    else:
-        out("\n".join(table_lines(overview(datas), out.width)), wrap=False)
-    for line in bar_lines(datas, out.width):
-        out(line, wrap=False)
-    for data in datas:
-        out("\n%s, size %d:" % (data["label"], data["size"]))
-        for row in described(DETAILS, data):
-            out("  %-18s %s" % row)
-    for words in notes(reading):
-        out(words)
+# ---- one item ----
 
-
-def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Where the model behind a name changed, in words."""
-    for change in changes[:MAX_REPORTED]:
-        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s "
-               "of %(ledger)s on (%(at)s)" % change)
-    if len(changes) > MAX_REPORTED:
-        yield "%d more changes of the model" % (len(changes) - MAX_REPORTED)
-
-
-Touching = Tuple[int, Dict[str, Any]]                           # the number of a ledger line and its row
-
-
-def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, Dict[str, Any]]]:
-    """The item that a person means by an id, the beginning of one (4 digits or more) or a key of their own, as (id, the
-    rows that touched it, the run rows by run).  HarnessError when it is none, or more than one.
-    """
-    names: Dict[str, None] = {}                                 # an ordered set
-    touching: List[Touching] = []
-    runs: Dict[str, Dict[str, Any]] = {}
-
+def item_meant(path: str, wanted: str) -> str:
+    """The item that a person means by its id, the beginning of one, or a key of their own."""
+    names: Set[str] = set()
     for row in Log(path):
         batch = row.get("batch", ())
-        for name, key in zip(batch, row.get("sources") or [None] * len(batch)):
-            own = key is not None and wanted in (str(key), encode(key))
-            if own or (len(wanted) > 3 and name.startswith(wanted.lower())):
-                names[name] = None
-    found = [name for name in names if name == wanted] or list(names)
-    if len({name[:min(map(len, found))] for name in found}) == 1:       # one text, under ids of several lengths
-        found = [max(found, key=len)]
-    if not found:
-        raise HarnessError("%s names no item on %s; give an id, the beginning of one (4 digits or more), or your own "
-                           "key of the first row with the text" % (shown(wanted), path))
-    if len(found) > 1:
+        for name, key in zip(batch, row.get("sources", batch)):
+            begun = len(wanted) > 3 and name.startswith(wanted.lower())
+            if begun or wanted in (str(key), encode(key)):
+                names.add(name)
+    # one text may stand there under ids of several lengths
+    found = [name for name in sorted(names)
+             if not any(other != name and other.startswith(name) for other in names)]
+    if len(found) == 1:
+        return found[0]
+    if found:
         raise HarnessError("%s names %d items on %s; choose one of %s" % (
             shown(wanted), len(found), path, ", ".join(found[:MAX_REPORTED])))
-    log = Log(path)
-    for row in log:
-        if row["event"] == "run":
-            runs[row["run"]] = row
-        named = row.get("batch") or [name for word in OUTCOMES for name in row.get(word, ())]
-        if any(found[0].startswith(name) or name.startswith(found[0]) for name in named):
-            touching.append((log.number, row))
-    return found[0], touching, runs
+    raise HarnessError(
+        "%s names no item on %s; give an id, the beginning of one (4 digits or more), or your own "
+        "key of the first row with the text" % (shown(wanted), path))
+
+
+def spelled_in(row: Mapping[str, Any], name: str) -> Optional[str]:
+    """An item's id as it stands in a row, where it may be shorter or longer."""
+    ids = row.get("batch") or [one for word in OUTCOMES for one in row.get(word, ())]
+    for one in ids:
+        if one.startswith(name) or name.startswith(one):
+            return str(one)
+    return None
 
 
 def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Defend one row: its text, every attempt that touched it, the prompts proved by hash, and where it stands."""
-    name, touching, runs = rows_about(options.ledger, options.id)
-    wanted = {other for _, row in touching for other in row.get("batch", ())}
-    texts: Dict[str, Item] = {}
+    """Defend one row: its text, all that touched it, the prompts proved by hash, how it stands."""
+    name = item_meant(options.ledger, options.id)
+    runs: Dict[str, Data] = {}
+    touching: List[Tuple[int, Dict[str, Any]]] = []          # (line, row)
+    log = Log(options.ledger)
+    for row in log:
+        if row["event"] == "run":
+            runs[row["run"]] = row
+        elif spelled_in(row, name):
+            touching.append((log.number, row))
+    wanted = {one for _, row in touching for one in row.get("batch", ())}
+    texts = texts_named(options, wanted, len(name))
+    text = "(give --input to see it)"
     if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
-            for entry in source.rows():
-                if entry.error is None:
-                    item = Item(entry.text, entry.key, len(name))
-                    texts.update({item.id: item} if item.id in wanted and item.id not in texts else {})
-    absent = "(the input no longer holds it)" if options.input else "(give --input to see it)"
-    out("item %s, text: %s" % (name, texts[name].text if name in texts else absent), wrap=False)
-    settled: List[str] = []
+        text = "(the input no longer holds it)"
+    if name in texts:
+        text = texts[name].text
+    out("item %s, text: %s" % (name, text), wrap=False)
+    settled = []
     for number, row in touching:
-        if row["event"] == "apply":
-            outcomes = [word for word in OUTCOMES if any(name.startswith(one) for one in row.get(word, ()))]
-            outcomes += [str(why) for one, why in row.get("why", {}).items() if name.startswith(one)]
-            out("\nline %d, %s, %s: %s" % (number, row.get("at"), row["target"], ", ".join(outcomes)))
-            continue
-        arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
-        out("\nline %d, %s, %s of run %s, batch %s%s" % (
-            number, row.get("at"), row["event"], row.get("run"), row.get("batch_id"), arm))
-        for word, words in attempt_words(row, name, runs, texts) if row["event"] == "attempt" else [
-                (row.get("verdict", "no reply"), str(row.get("detail", "")))]:
-            out("  %-12s %s" % (word, words.replace("\n", "\n" + " " * 15)), wrap=False)
-        if row.get("verdict") == "ok" or "quarantined" in row:
-            settled.append("%s in line %d%s" % ("answered" if row["verdict"] == "ok" else "quarantined", number, arm))
-    out("\nwhere it stands: " + ("; then ".join(settled) or "pending: no attempt has settled it"))
+        where = "line %d" % number
+        if "arm" in row:
+            where += ", arm %s of a trial" % row["arm"]
+        out("\n%s, %s, %s of run %s" % (where, row.get("at"), row["event"], row.get("run")))
+        for line in described(EXPLAINED, attempt_data(row, name, runs, texts)):
+            out(("  %-12s %s" % line).replace("\n", "\n" + " " * 15), wrap=False)
+        if row.get("verdict") == "ok":
+            settled.append("answered in " + where)
+        elif "quarantined" in row:
+            settled.append("quarantined in " + where)
+    settled = settled or ["pending: no attempt has settled it"]
+    out("\nwhere it stands: " + "; then ".join(settled))
     return DONE
 
 
-def attempt_words(row: Mapping[str, Any], name: str, runs: Mapping[str, Mapping[str, Any]],
-                  texts: Mapping[str, Item]) -> Iterator[Tuple[str, str]]:
-    """One attempt, in words about one of its items."""
-    run = runs.get(row["run"], {})
-    why = ", made because their batch had failed" if row["fallback"] else ""
-    yield "attempt", "number %d on these %d items, at size %d%s" % (row["attempt"], len(row["batch"]), row["size"], why)
-    yield "model", "%s (asked for: %s)" % (row.get("model_string") or "not named by the endpoint", run.get("model"))
-    yield "verdict", "%s: %s" % (row["verdict"], VERDICTS[row["verdict"]])
-    if row["verdict"] == "ok":
-        own = next(one for one in row["batch"] if one.startswith(name) or name.startswith(one))
-        yield "answer", encode(row["answers"][own])
-    for word in ("detail", "missing", "extra", "normalised", "params", "finish"):
-        if word in row:
-            yield word, row[word] if isinstance(row[word], str) else encode(row[word])
-    yield "prompt", rebuilt_prompt(row, run, texts)
-    yield "reply", str(row.get("reply"))
+def texts_named(options: Settings, names: Set[str], length: int) -> Dict[str, Item]:
+    """The items of the input, if there is one, that have these ids."""
+    texts: Dict[str, Item] = {}
+    if options.input:
+        with contextlib.closing(Source(input_spec(options))) as source:
+            for row in source.rows():
+                item = Item(row.text or "-", row.key, length)
+                if row.error is None and item.id in names:
+                    texts.setdefault(item.id, item)
+    return texts
 
 
-def rebuilt_prompt(row: Mapping[str, Any], run: Mapping[str, Any], texts: Mapping[str, Item]) -> str:
+def attempt_data(row: Mapping[str, Any], name: str, runs: Mapping[str, Data],
+                 texts: Mapping[str, Item]) -> Data:
+    """What one row says about an item, for EXPLAINED."""
+    own = spelled_in(row, name)
+    outcomes = [word for word in OUTCOMES if own in row.get(word, ())]
+    if own in row.get("why", {}):
+        outcomes.append(str(row["why"][own]))
+    run = runs.get(row.get("run", ""), {})
+    data: Dict[str, Any] = {
+            **row, "outcomes": ", ".join(outcomes), "items": len(row.get("batch", ())),
+            "meaning": VERDICTS.get(row.get("verdict", "")), "asked": run.get("model"),
+            "served": row.get("model_string") or "not named by the endpoint"}
+    if row.get("verdict") == "ok":
+        data["answer"] = encode(row["answers"][own])
+    if "prompt_sha" in row:
+        data["prompt"] = rebuilt_prompt(row, run, texts)
+    return data
+
+
+def rebuilt_prompt(row: Mapping[str, Any], run: Data, texts: Mapping[str, Item]) -> str:
     """The prompt of an attempt, proved by the hash on its row; or why it cannot be shown."""
     gone = [name for name in row["batch"] if name not in texts]
     if gone:
-        return "cannot be rebuilt without the texts of %s; give the --input they were read from" % ", ".join(gone)
+        return ("cannot be rebuilt without the texts of %s; give the --input they were read from"
+                % ", ".join(gone))
     try:
-        prompt = build_prompt([texts[name] for name in row["batch"]], load_task(run.get("task", {}), row["form"]))
+        task = load_task(run.get("task", {}), row["form"])
     except HarnessError as error:
         return "cannot be rebuilt: %s" % error
-    same = prompt_digest(prompt) == row.get("prompt_sha")
-    proof = "as it was sent (its hash agrees):" if same else "NOT as it was sent (its hash is another):"
-    return "%s\n%s" % (proof, prompt)
+    prompt = build_prompt([texts[name] for name in row["batch"]], task)
+    proof = "NOT as it was sent (its hash is another):"
+    if prompt_digest(prompt) == row["prompt_sha"]:
+        proof = "as it was sent (its hash agrees):"
+    return proof + "\n" + prompt
 
+
+# ---- every row of the input, with its answer ----
 
 def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optional[str]) -> Task:
     """The task whose answers to take; HarnessError names all of them where more than one fits."""
     tasks: Dict[str, Task] = {}
     answered: Counter[str] = collections.Counter()
-    for row in itertools.chain.from_iterable(map(Log, paths)):
-        if row["event"] == "run":
-            with contextlib.suppress(HarnessError):         # a row that was edited by hand
-                tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
-        elif row["event"] == "attempt" and row.get("arm") is None:          # a trial's answers are for comparison
-            answered[row["task"]] += len(row.get("answers", ()))
-    fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
-    fitting = [t for t in fitting if answered[t.fingerprint]] or fitting
-    if len(fitting) != 1:
-        named = ["%s (stage %s, %d answers, %s)" % (name, t.stage, answered[name], shown(t.instruction, 40))
-                 for name, t in tasks.items()]
-        raise HarnessError("%s task of %s fits; it holds %s: choose with --stage or --fingerprint"
-                           % ("more than one" if fitting else "no", ", ".join(paths), ", ".join(named) or "no run"))
-    return fitting[0]
+    for path in paths:
+        for row in Log(path):
+            if row["event"] == "run":
+                with contextlib.suppress(HarnessError):         # a row that was edited by hand
+                    task = load_task(row["task"], row["form"])
+                    tasks[row["fingerprint"]] = task._replace(fingerprint=row["fingerprint"])
+            elif row["event"] == "attempt" and row.get("arm") is None:      # a trial's do not count
+                answered[row["task"]] += len(row.get("answers", ()))
+    fits = [task for task in tasks.values()
+            if stage in (None, task.stage) and fingerprint in (None, task.fingerprint)]
+    fits = [task for task in fits if answered[task.fingerprint]] or fits
+    if len(fits) == 1:
+        return fits[0]
+    how_many = "no"
+    if fits:
+        how_many = "more than one"
+    named = ["%s (stage %s, %d answers, %s)" % (
+        name, task.stage, answered[name], shown(task.instruction, 40))
+        for name, task in tasks.items()]
+    raise HarnessError("%s task of %s fits; it holds %s: choose with --stage or --fingerprint" % (
+        how_many, ", ".join(paths), ", ".join(named) or "no run"))
 
 
-EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string", "rubric_version", "run",
-                  "batch_id", "text_sha256", "text")
+EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string",
+                  "rubric_version", "run", "batch_id", "text_sha256", "text")
+Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
 
 
-def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Dict[str, Any]]:
-    """Every row of the input in its order, with what the ledgers hold for its text; `id` is still JSON."""
-    places = settled_places(paths, task)                    # memory holds a file position per item, no row
+def settlement(row: Mapping[str, Any], sha: str) -> Exported:
+    """What the row that settled a text says of it, by columns of an export."""
+    columns = ["model_string", "run", "batch_id"]
+    if row["verdict"] != "ok":
+        columns += ["verdict", "detail"]
+    out = {column: row.get(column) for column in columns}
+    out["status"], out["answer"] = settled_as(row, sha)
+    return out
+
+
+def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Exported]:
+    """Every row of the input in its order, with what the ledgers hold for its text."""
+    places = settled_places(paths, task)                # a file position an item, no row
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in paths]
 
-        @functools.lru_cache(maxsize=1)                     # neighbours in the input often share a batch
+        @functools.lru_cache(maxsize=1)                 # neighbours in the input may share a batch
         def settling(ledger: int, offset: int) -> Dict[str, Any]:
             return row_at(files[ledger], offset)
+
         for number, row in enumerate(source.rows(), 1):
-            out: Dict[str, Any] = dict.fromkeys(EXPORT_COLUMNS)
+            out: Exported = dict.fromkeys(EXPORT_COLUMNS)
             out.update(row=number, id=row.key or "null", status="skipped")
             if row.error is None:
                 sha = text_digest(row.text)
+                out.update(status="pending", item=sha[:id_length], text=row.text)
+                out["rubric_version"] = task.rubric_version
+                out["text_sha256"] = hashlib.sha256(row.text.encode("utf-8")).hexdigest()
                 key = key_of(sha)
-                place = next(((n, offsets[key]) for n, offsets in enumerate(places) if key in offsets), None)
-                out.update(status="pending", item=sha[:id_length], text=row.text, rubric_version=task.rubric_version,
-                           text_sha256=hashlib.sha256(row.text.encode("utf-8")).hexdigest())
-                if place is not None:
-                    settled = settling(*place)
-                    out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")})
-                    out["status"], out["answer"] = settled_as(settled, sha)
-                    if settled["verdict"] != "ok":
-                        out.update(verdict=settled["verdict"], detail=settled.get("detail"))
+                for ledger, offsets in enumerate(places):
+                    if key in offsets:
+                        out.update(settlement(settling(ledger, offsets[key]), sha))
             yield out
 
 
-def write_jsonl(rows: Iterable[Dict[str, Any]], file: IO[bytes]) -> None:
+def write_jsonl(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
     """One object a line; the caller's id goes back as it was spelled."""
     for row in rows:
-        rest = {name: value for name, value in row.items() if name not in ("row", "id")}
-        file.write(('{"row": %d, "id": %s, %s\n' % (row["row"], row["id"], row_text(rest)[1:])).encode("utf-8"))
+        line = row_text({**row, "id": None})
+        line = line.replace('"id": null', '"id": ' + row["id"], 1)
+        file.write(line.encode("utf-8") + b"\n")
 
 
 def csv_cell(value: Any, raw: bool = False) -> str:
-    """A value as a CSV cell: text that a spreadsheet would run gets one leading apostrophe, unless raw.
+    """A value as a CSV cell: text that a spreadsheet would run gets an apostrophe, unless raw.
 
     Take one leading apostrophe off a text cell to have the text back.
 
     >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5)
     ("'=1+1", "''quoted'", '-3.5')
     """
+    if value is None:
+        return ""
     if not isinstance(value, str):
-        return "" if value is None else encode(value)
-    formula = value.startswith(tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20"))      # what is run, and the mark itself
-    return "'" + value if formula and not raw else value
+        return encode(value)
+    formula = tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20")      # what is run, and the mark itself
+    if value.startswith(formula) and not raw and not isinstance(value, Spelled):
+        return "'" + value
+    return value
 
 
-def flat_rows(rows: Iterable[Dict[str, Any]], task: Task) -> Iterator[Dict[str, Any]]:
-    """Rows whose answer of several fields has a member for each; first one whose members name the columns."""
-    fields = [] if task.bare else list(task.fields)
-    prefix = "answer." if {field.lower() for field in fields} & set(EXPORT_COLUMNS) else ""
+def sql_cell(value: Any) -> Any:
+    """A value as SQLite holds it; what is no scalar of 64 bits is text, as JSON."""
+    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
+        return encode(value)
+    if isinstance(value, (list, dict)):
+        value = encode(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    return value
+
+
+def flat_rows(rows: Iterable[Exported], task: Task) -> Iterator[List[Any]]:
+    """Columns, then rows of values; an answer of several fields has a column for each."""
+    fields = list(task.fields)
+    names = fields
+    if task.bare:
+        names = ["answer"]
+    elif {field.lower() for field in fields} & set(EXPORT_COLUMNS):
+        names = ["answer." + field for field in fields]
     place = EXPORT_COLUMNS.index("answer")
-    answers = [prefix + field for field in fields] or ["answer"]
-    columns = [*EXPORT_COLUMNS[:place], *answers, *EXPORT_COLUMNS[place + 1:]]
-    yield dict.fromkeys(columns)
+    yield [*EXPORT_COLUMNS[:place], *names, *EXPORT_COLUMNS[place + 1:]]
     for row in rows:
-        answer = row["answer"] if isinstance(row["answer"], dict) else {}
-        found = dict(row, **{prefix + field: answer.get(field) for field in fields})
-        yield {column: found[column] for column in columns}
+        values = list({**row, "id": _source_value(row["id"])}.values())
+        if not task.bare:
+            answer = an_object(row["answer"])
+            values[place:place + 1] = [answer.get(field) for field in fields]
+        yield values
 
 
-def write_csv(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_csv(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
     """A header and one line per row."""
     import csv
-    text = io.TextIOWrapper(file, "utf-8", errors="backslashreplace", newline="", write_through=True)
-    writer, flat = csv.writer(text, lineterminator="\r\n"), flat_rows(rows, task)
-    writer.writerow([csv_cell(column, raw) for column in next(flat)])
-    for row in flat:
-        cells = {column: value if column == "id" else csv_cell(value, raw) for column, value in row.items()}
-        if row["id"][0] in 'n"':                        # else a number or a boolean, as it was spelled
-            cells["id"] = csv_cell(json.loads(row["id"]), raw)
-        writer.writerow(cells.values())
-    text.flush()
+    text = io.TextIOWrapper(
+        file, "utf-8", errors="backslashreplace", newline="", write_through=True)
+    csv.writer(text).writerows(
+        [csv_cell(value, raw) for value in values] for values in flat_rows(rows, task))
     text.detach()
 
 
-def write_sqlite(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
-    """A new database with one table, `answers`; what is no scalar of 64 bits is text, as JSON."""
+def write_sqlite(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+    """A new database with one table, `answers`."""
     import shutil
     import sqlite3
     import tempfile
-
-    def cell(column: str, value: Any) -> Any:
-        value = _source_value(value) if column == "id" else value
-        large = isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER
-        value = encode(value) if large or isinstance(value, (list, dict)) else value
-        return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
+    flat = flat_rows(rows, task)
+    columns = next(flat)
     with tempfile.TemporaryDirectory() as folder:
-        path, flat = os.path.join(folder, "answers.db"), flat_rows(rows, task)
+        path = os.path.join(folder, "answers.db")
         with contextlib.closing(sqlite3.connect(path)) as base:
-            columns = list(next(flat))
-            if len({column.lower() for column in columns}) < len(columns):
-                raise HarnessError("two fields are alike but for case, which SQLite does not tell apart; export JSONL")
-            base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
-            base.executemany("INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)), (
-                [cell(column, value) for column, value in row.items()] for row in flat))
+            try:
+                base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
+            except sqlite3.Error as error:              # fields that are alike but for case
+                raise HarnessError("SQLite takes no such columns: %s; export JSONL" % error)
+            base.executemany(
+                "INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)),
+                (list(map(sql_cell, values)) for values in flat))
             base.commit()
         with open(path, "rb") as whole:
             shutil.copyfileobj(whole, file)
 
 
-def counted(rows: Iterable[Any], tally: Counter[Any], word: Callable[[Any], Any]) -> Iterator[Any]:
-    """The rows as they are, each counted under its word as it goes by."""
+def counted(rows: Iterable[Exported], tally: Counter[str]) -> Iterator[Exported]:
+    """The rows as they are, each counted under its status as it goes by."""
     for row in rows:
-        tally[word(row)] += 1
+        tally[row["status"]] += 1
         yield row
 
 
-def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: bool) -> None:
+EXPORTS: Dict[str, Callable[[Iterable[Exported], IO[bytes], Task, bool], None]] = {
+    ".csv": write_csv, ".jsonl": write_jsonl, ".ndjson": write_jsonl, ".json": write_jsonl,
+    ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}
+
+
+def export(rows: Iterable[Exported], output: str, task: Task, raw_csv: bool) -> None:
     """Write an export, to a file or to standard output."""
-    ending = os.path.splitext(output)[1]
-    table = {".csv": write_csv, ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}.get(ending)
-    write = functools.partial(table, task=task, raw=raw_csv) if table is not None else write_jsonl
     if output == "-":
         if sys.stdout is None:
             raise HarnessError("standard output is closed; name a file with --output")
-        write(rows, sys.stdout.buffer)
+        write_jsonl(rows, sys.stdout.buffer, task, raw_csv)
         sys.stdout.flush()
         return
-    ordinary = os.path.isfile(output) or not os.path.exists(output)
-    if ordinary and table is None and ending not in (".jsonl", ".ndjson", ".json"):
-        raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file with --output" % output)
-    write_whole(output, functools.partial(write, rows), "--output")
+    write = EXPORTS.get(os.path.splitext(output)[1])
+    if write is None:
+        raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file "
+                           "with --output" % output)
+    write_whole(output, lambda file: write(rows, file, task, raw_csv), "--output")
 
 
 # ====================================================================================================================
@@ -7653,7 +7660,7 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
             bad = good_rows(source.rows(), source.name, False, collections.Counter())
             collections.deque(bad, maxlen=0)                    # refuses bad rows
         rows = exported(source, task, ledgers, options.id_length)
-        export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
+        export(counted(rows, tally), options.output, task, options.raw_csv)
     target = "standard output" if options.output == "-" else options.output
     say("%d rows to %s: %s" % (sum(tally.values()), target, counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
