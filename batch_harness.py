@@ -5199,13 +5199,20 @@ def at_best(calls: int) -> str:
 BASELINE = 100                          # single first calls without which no larger size is safe
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
+MAX_WORD = 100                          # characters of an answer that are held
 COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
           "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
           "items", "failed_items", "verdicts", "normalised")
+SHARES = (                              # name, the part, the whole
+    ("first_pass", "first_ok", "first"), ("calls_per_item", "calls", "items"),
+    ("agreement", "same", "compared"), ("floor", "floor_same", "floor_compared"),
+    ("agreement_reordered", "reordered_same", "reordered_compared"),
+    ("half_first", "first_differ", "first_compared"),
+    ("half_second", "second_differ", "second_compared"))
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
-Data = Mapping[str, Any]                # an arm by the names that --json gives
+Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Place = Tuple[str, str, Optional[int], str]             # ledger, task, arm, digest of a text
-Gold = Dict[int, Answer]                # key_of(digest) -> spellings under which an answer is right
+Gold = Dict[int, str]                   # key_of(digest) -> the right answer
 
 
 def rate(part: int, whole: int) -> str:
@@ -5241,12 +5248,21 @@ def write_whole(path: str, write: Callable[[IO[bytes]], Any], option: str) -> No
 # ---- what a ledger came to ----
 
 def comparable(answer: Any, fields: Iterable[str]) -> Answer:
-    """An answer's fields as short texts; free text is compared stripped."""
+    """An answer's fields as short texts; free text is compared stripped, a number as its JSON."""
     values = [answer]
     if list(fields) not in (["answer"], []):
         values = [an_object(answer).get(field) for field in fields]
-    words = [_sorted_json(value.strip() if isinstance(value, str) else value) for value in values]
-    return tuple([word if len(word) < 40 else text_digest(word)[:32] for word in words])
+    return tuple(map(word_of, values))
+
+
+def word_of(value: Any) -> str:
+    """A value as a short text; what a file of text calls 1 is the label 1, too."""
+    word = str(value).strip()
+    if not isinstance(value, str):
+        word = _sorted_json(value)
+    if len(word) > MAX_WORD:
+        word = word[:MAX_WORD] + "... " + text_digest(word)[:16]
+    return word
 
 
 class Group(NamedTuple):
@@ -5257,9 +5273,9 @@ class Group(NamedTuple):
     task: str
     arm: Optional[int]
     model_string: Optional[str]
+    model: str                          # that, or what was asked for where the endpoint named none
     form: str
     size: int
-    asked: str                          # the model asked for, where the endpoint named none
 
 
 class Figures:
@@ -5268,6 +5284,7 @@ class Figures:
     calls = 0
     first = 0                           # first calls of full batches
     first_ok = 0
+    failures = 0                        # the others of them
     retried = 0                         # full batches that were asked again
     rescued = 0
     fallbacks = 0
@@ -5294,16 +5311,11 @@ class Figures:
         self._same: Dict[Answer, Answer] = {}       # labels are few: equal answers are held once
 
     @property
-    def failures(self) -> int:
-        """Failed first calls of full batches."""
-        return self.first - self.first_ok
-
-    @property
     def items(self) -> int:
         """Items that are settled."""
         return self.answered + self.quarantined
 
-    def count(self, row: Mapping[str, Any]) -> None:
+    def count(self, row: Data) -> None:
         """Count one attempt row."""
         accepted = row["verdict"] == "ok"
         full = len(row["batch"]) == row["size"]
@@ -5318,6 +5330,7 @@ class Figures:
         elif full and row["attempt"] == 1:
             self.first += 1
             self.first_ok += accepted
+            self.failures += not accepted
             if not accepted and len(self.failed_items) < SHOWN_ITEMS:
                 self.failed_items.append(row["batch"][0])
         elif full:
@@ -5329,7 +5342,7 @@ class Figures:
         else:
             self.tokens_unknown += 1
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Data) -> None:
         """Count one attempt row, and keep its answers for comparison."""
         answers = {key_of(sha): answer for sha, _, answer in answers_of(row)}
         if answers and all(key in self.answers for key in answers):
@@ -5354,8 +5367,8 @@ class Reading:
         self.logs: Dict[str, Log] = {}              # by the path of the ledger
         self.groups: Dict[Group, Figures] = {}
         self.failures: Counter[str] = collections.Counter()     # by HTTP status, or kind
-        self.runs: Dict[str, Dict[str, Any]] = {}
-        self.changes: List[Dict[str, Any]] = []     # where one model asked for became another
+        self.runs: Dict[str, Data] = {}
+        self.changes: List[Data] = []     # where one model asked for became another
         self.held: Dict[Place, Figures] = {}        # what is in quarantine
         self._strings: Dict[Tuple[str, str], str] = {}  # (ledger, model asked for) -> its last one
 
@@ -5366,60 +5379,50 @@ class Reading:
             if row["event"] == "run":
                 self.runs[row["run"]] = row
             elif row["event"] in ("attempt", "quarantine"):
-                self._model(log, row)
-                self._attempt(ledger, row)
+                self._attempt(log, row)
             elif row["event"] == "failure":
                 self.failures["429"] += row.get("coalesced", 0)     # waits without their own row
                 if "batch" in row:
                     self.failures[str(row.get("status") or row.get("kind"))] += 1
 
-    def _run(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        return self.runs.get(row["run"], {"model": "?", "task": {}})
-
-    def group_of(self, ledger: str, row: Mapping[str, Any]) -> Group:
-        """The group of an attempt row.  A refusal names no model: the one that answered last."""
-        asked = self._run(row)["model"]
-        model = row.get("model_string")
-        if row["verdict"] == REJECTED:
-            model = self._strings.get((ledger, asked))
-        if model:
-            asked = ""
-        return Group(ledger, row["stage"], row["task"], row.get("arm"), model, row["form"],
-                     row["size"], asked)
-
-    def _model(self, log: Log, row: Mapping[str, Any]) -> None:
-        asked = self._run(row)["model"]
-        after = row.get("model_string")
-        if after:
-            before = self._strings.get((log.path, asked), after)
-            self._strings[log.path, asked] = after
-            if before != after:
-                self.changes.append({"ledger": log.path, "line": log.number, "at": row.get("at"),
-                                     "asked": asked, "before": before, "after": after})
-
-    def _attempt(self, ledger: str, row: Mapping[str, Any]) -> None:
-        group = self.group_of(ledger, row)
-        figures = self.groups.get(group)
-        if figures is None:
-            figures = self.groups[group] = Figures()
-            figures.group = group
-            figures.asked = self._run(row)["model"]
-            figures.fields = an_object(self._run(row)["task"].get("fields"))
+    def _attempt(self, log: Log, row: Data) -> None:
+        figures = self._figures(log, row)
         if row["event"] == "attempt":
             figures.add(row)
-        if row["verdict"] == "ok" or "quarantined" in row:
+        if "answers" in row or "quarantined" in row:
             for sha in row["text_sha"]:
-                place = (ledger, group.task, group.arm, sha)
-                self.held.pop(place, None)
+                place = (log.path, row["task"], row.get("arm"), sha)
+                if place in self.held:
+                    self.held.pop(place).quarantined -= 1
                 if "quarantined" in row:
                     self.held[place] = figures
+                    figures.quarantined += 1
+
+    def _figures(self, log: Log, row: Data) -> Figures:
+        """Where an attempt counts.  A refusal names no model: the one that answered last."""
+        run = self.runs.get(row["run"], {"model": "?", "task": {}})
+        asked = run["model"]
+        model = row.get("model_string")
+        before = self._strings.get((log.path, asked), model)
+        if row["verdict"] == REJECTED:
+            model = before
+        if model:
+            self._strings[log.path, asked] = model
+            if before != model:
+                self.changes.append({"ledger": log.path, "line": log.number, "at": row.get("at"),
+                                     "asked": asked, "before": before, "after": model})
+        group = Group(log.path, row["stage"], row["task"], row.get("arm"), model,
+                      model or asked + " (not named by the endpoint)", row["form"], row["size"])
+        if group not in self.groups:
+            figures = self.groups[group] = Figures()
+            figures.group = group
+            figures.asked = asked
+            figures.fields = an_object(run["task"].get("fields"))
+        return self.groups[group]
 
     def arms(self) -> List[Figures]:
         """What is counted, in the order of the ledgers and of the trial, once all is read."""
         ledgers = list(self.logs)
-        held = collections.Counter(self.held.values())
-        for figures in self.groups.values():
-            figures.quarantined = held[figures]
         return sorted(self.groups.values(), key=lambda figures: (
             ledgers.index(figures.group.ledger), figures.group.arm is None, figures.group.arm or 0))
 
@@ -5454,10 +5457,7 @@ def excess_of(keys: Sequence[int], answers: Sequence[Mapping[int, Answer]]) -> O
 
 
 class Comparison:
-    """An arm against the arms of size 1 that are like it: the first one, and its repetition.
-
-    `same` and `seen` count answers under the names that --json gives to their shares.
-    """
+    """An arm against the arms of size 1 that are like it: the first one, and its repetition."""
 
     def __init__(self, figures: Figures, alike: Sequence[Figures]) -> None:
         self.figures = figures
@@ -5465,53 +5465,47 @@ class Comparison:
         if self.base is figures:
             self.base = self.other = Figures()
         self.singles = sum(one.first for one in alike)
-        self.both = [key for key in figures.answers if key in self.base.answers]
-        self.differing: List[str] = []  # of these, where size 1 and its repetition agree
-        self.excess: Counter[float] = collections.Counter()     # of batches
-        self.same: Counter[str] = collections.Counter()
-        self.seen: Counter[str] = collections.Counter()
-        for key in self.both:
-            expected = self.base.answers[key]
-            same = figures.answers[key] == expected
-            self._see("agreement", same)
-            if not same and self.other.answers.get(key, expected) == expected:
-                self.differing.append(short_id(key))
-        for key, answer in self.other.answers.items():
-            if key in self.base.answers:
-                self._see("floor", answer == self.base.answers[key])
-        for reordered, keys in figures.batches:
-            if len(keys) > 1:
-                self._batch(reordered, keys)
+        self.answers = here, one, two = figures.answers, self.base.answers, self.other.answers
+        self.both = [key for key in here if key in one]
+        self.differing = [              # where size 1 and its repetition agree
+            short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
+        self.tally = collections.Counter(self._seen())
+        batches = [keys for _, keys in figures.batches if len(keys) > 1]
+        excesses = [excess_of(keys, self.answers) for keys in batches]
+        self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
 
-    def _see(self, name: str, same: bool) -> None:
-        self.same[name] += same
-        self.seen[name] += 1
-
-    def _batch(self, reordered: bool, keys: Sequence[int]) -> None:
-        answers = [one.answers for one in (self.figures, self.base, self.other)]
-        for place, key in enumerate(keys):
-            if key in self.base.answers:
-                same = answers[0][key] == answers[1][key]
-                half = "half_first"
-                if 2 * place >= len(keys):
-                    half = "half_second"
-                self._see(half, not same)
-                if reordered:
-                    self._see("agreement_reordered", same)
-        excess = excess_of(keys, answers)
-        if excess is not None:
-            self.excess[excess] += 1
-
-    def share(self, name: str) -> Optional[float]:
-        """The share of answers that are the same: "agreement", "floor"; a half's that differ."""
-        return share(self.same[name], self.seen[name])
+    def _seen(self) -> Iterator[str]:
+        """What to count, by the names of SHARES."""
+        here, one, two = self.answers
+        for key in self.both:
+            yield "compared"
+            if here[key] == one[key]:
+                yield "same"
+        for key in two:
+            if key in one:
+                yield "floor_compared"
+                if two[key] == one[key]:
+                    yield "floor_same"
+        for reordered, keys in self.figures.batches:
+            for place, key in enumerate(keys):
+                if key in one and len(keys) > 1:
+                    half = "first"
+                    if 2 * place >= len(keys):
+                        half = "second"
+                    yield half + "_compared"
+                    if here[key] != one[key]:
+                        yield half + "_differ"
+                    if reordered:
+                        yield "reordered_compared"
+                    if reordered and here[key] == one[key]:
+                        yield "reordered_same"
 
     def pairs(self, place: int) -> Counter[Tuple[str, str]]:
         """How often which answer to a field at size 1 met which one here."""
-        return collections.Counter(
-            (self.base.answers[key][place], self.figures.answers[key][place]) for key in self.both)
+        here, one, _ = self.answers
+        return collections.Counter((one[key][place], here[key][place]) for key in self.both)
 
 
 # ---- decisions ----
@@ -5579,7 +5573,7 @@ def reasons(found: Comparison, options: Settings) -> Iterator[Tuple[str, str]]:
         yield "baseline", "%(first)s single first calls"
     if found.rates.low > options.max_failure:
         yield "not safe", (
-            "first passes fail in more than %(max_failure share)s of calls: %(failures of first)s, "
+            "first passes fail in more than %(max_failure .1%)s of calls: %(failures of first)s, "
             "at size 1 %(single_failures of single_first)s; such as those of %(failed_items few)s")
     if found.shift.low > options.margin:
         yield "not safe", (
@@ -5587,7 +5581,7 @@ def reasons(found: Comparison, options: Settings) -> Iterator[Tuple[str, str]]:
             "those to %(differing_items few)s")
     if found.singles < BASELINE:
         yield "baseline first", (
-            "%(singles)s of %(baseline)s single first calls of this model and task; a `trial` "
+            "%(singles)s of 100 single first calls of this model and task; a `trial` "
             "gives them; so far %(first_ok of first)s first passes kept their form, "
             "%(same of compared)s answers are as at size 1, against a floor of "
             "%(floor_same of floor_compared)s")
@@ -5597,15 +5591,15 @@ def reasons(found: Comparison, options: Settings) -> Iterator[Tuple[str, str]]:
     if found.rates.high > options.max_failure:
         needed = calls_needed(figures.failures, figures.first, options.max_failure)
         yield "not yet", str(needed) + (
-            " clean calls more would show first-pass failures of at most %(max_failure share)s")
-    if not found.seen["floor"]:
+            " clean calls more would show first-pass failures of at most %(max_failure .1%)s")
+    if not found.tally["floor_compared"]:
         yield "not yet", "no second arm of size 1 says how much the model disagrees with itself"
     elif found.shift.high > options.margin:
         yield "not yet", (
             "up to %(high points)s points more answers may differ than by the floor, after "
             "%(batches)s calls; " + more_calls(found.excess, options.margin))
     yield "safe", (
-        "first passes fail in at most %(failure_high share)s, answers differ by at most "
+        "first passes fail in at most %(failure_high .1%)s, answers differ by at most "
         "%(high points)s points beyond the floor; %(cost)s")
 
 
@@ -5613,7 +5607,7 @@ def decision_of(found: Comparison, data: Data, options: Settings) -> Tuple[str, 
     """The decision on an arm's size, and why."""
     words = Words(
         data, low=found.shift.low, high=found.shift.high, failure_high=found.rates.high,
-        batches=sum(found.excess.values()), singles=found.singles, baseline=BASELINE,
+        batches=sum(found.excess.values()), singles=found.singles,
         single_failures=found.base.failures, single_first=found.base.first,
         max_failure=options.max_failure)
     by_decision = itertools.groupby(reasons(found, options), operator.itemgetter(0))
@@ -5623,6 +5617,13 @@ def decision_of(found: Comparison, data: Data, options: Settings) -> Tuple[str, 
 
 # ---- right answers, where the input has them ----
 
+def good_input(options: Settings) -> Iterator[Row]:
+    """The good rows of the input, if there is one."""
+    if options.input:
+        with contextlib.closing(Source(input_spec(options))) as source:
+            yield from (row for row in source.rows() if row.error is None)
+
+
 def gold_labels(options: Settings) -> Gold:
     """What the input itself says of its texts, by text; nothing without --gold-field."""
     gold: Gold = {}
@@ -5630,40 +5631,24 @@ def gold_labels(options: Settings) -> Gold:
         return gold
     if not options.input:
         raise HarnessError("--gold-field is a field of the input; name that with --input")
-    spec = input_spec(options)._replace(id_field=options.gold_field)
-    with contextlib.closing(Source(spec)) as source:
-        for row in source.rows():
-            label = _source_value(row.key or "null")
-            if row.error is None and label not in (None, ""):
-                # what a file of text calls 1 is the label 1, too
-                spellings = (*comparable(label, ["answer"]), str(label))
-                gold[key_of(text_digest(row.text))] = spellings
+    for row in good_input(options._replace(id_field=options.gold_field)):
+        label = _source_value(row.key or "null")
+        if label not in (None, ""):
+            gold[key_of(text_digest(row.text))] = word_of(label)
     if not gold:
         raise HarnessError("no good row of %s has a field %s; check --gold-field and --text-field"
                            % (options.input, options.gold_field))
     return gold
 
 
-def label_words(schema: Any) -> Dict[str, str]:
-    """The labels of a field by what comparable makes of them, as they are shown."""
-    words = {}
-    for label in labels_of(schema) or ():
-        [word] = comparable(label, ["answer"])
-        words[word] = label
-        if not isinstance(label, str):
-            words[word] = encode(label)
-    return words
-
-
 def judged_field(fields: Mapping[str, Any], name: str) -> str:
     """The field that gold labels judge: that of their name, else the only one (with labels)."""
     labelled = [field for field in fields if labels_of(fields[field]) is not None]
-    for meant in ({name} & set(fields), labelled, list(fields)):
-        if len(meant) == 1:
-            return min(meant)
-    raise HarnessError(
-        "--gold-field %s can mean %s of the task; give the column the name of the field it judges"
-        % (name, " or ".join(fields)))
+    meant = [field for field in fields if field == name] or labelled or list(fields)
+    if len(meant) > 1:
+        raise HarnessError("--gold-field %s can mean %s of the task; give the column the name of "
+                           "the field it judges" % (name, " or ".join(meant)))
+    return meant[0]
 
 
 def gold_data(found: Comparison, gold: Gold, name: str) -> Dict[str, Any]:
@@ -5674,33 +5659,30 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Dict[str, Any]:
     fields = found.figures.fields
     field = judged_field(fields, name)
     place = list(fields).index(field)
-    known = label_words(fields[field])
-    tally: Counter[str] = collections.Counter()
-    pairs: Counter[Tuple[str, str]] = collections.Counter()     # (right answer, answer)
-    for key, spellings in gold.items():
-        truth = [word for word in spellings if word in known or not known]
-        if not truth:
-            tally["unknown"] += 1
-        elif key in found.figures.answers:
-            answer = found.figures.answers[key][place]
-            right = answer in truth
-            pairs[truth[0], answer] += 1
-            tally["right"] += right
-            if key in found.base.answers:
-                single = found.base.answers[key][place] in truth
-                tally["lost"] += single and not right
-                tally["won"] += right and not single
-    judged = sum(pairs.values())
+    labels = label_words(fields[field])
+    here, one, _ = found.answers
+    known = {key: word for key, word in gold.items() if word in labels or not labels}
+    judged = [key for key in known if key in here]
+    right = {key for key in judged if here[key][place] == known[key]}
+    single = {key for key in judged if key in one and one[key][place] == known[key]}
+    lost = len(single - right)
+    won = len((right - single) & set(one))
+    pairs = collections.Counter((known[key], here[key][place]) for key in judged)
     return {
-        "accuracy": share(tally["right"], judged), "judged": judged, "right": tally["right"],
-        "lost": tally["lost"], "won": tally["won"], "p": mcnemar(tally["lost"], tally["won"]),
-        "gold_unknown": tally["unknown"], "gold_confusion": {field: confusion(known, pairs)}}
+        "accuracy": share(len(right), len(judged)), "judged": len(judged), "right": len(right),
+        "lost": lost, "won": won, "p": mcnemar(lost, won),
+        "gold_unknown": len(gold) - len(known),
+        "gold_confusion": {field: confusion(labels, pairs)}}
 
 
-def confusion(labels: Mapping[str, str], pairs: Mapping[Tuple[str, str], int]) -> Data:
+def label_words(schema: Any) -> List[str]:
+    """The labels of a field, if it has any, as word_of spells them."""
+    return list(map(word_of, labels_of(schema) or ()))
+
+
+def confusion(labels: Sequence[str], pairs: Mapping[Tuple[str, str], int]) -> Data:
     """What came, by what was to be expected: label -> label -> how often."""
-    return {labels[one]: {labels[other]: pairs.get((one, other), 0) for other in labels}
-            for one in labels}
+    return {one: {other: pairs.get((one, other), 0) for other in labels} for one in labels}
 
 
 # ---- an arm as data: what --json gives, and what text and page are made of ----
@@ -5714,10 +5696,9 @@ def field_data(found: Comparison) -> Iterator[Tuple[str, Dict[str, Any]]]:
         data: Dict[str, Any] = {
             "agreement": share(same, len(found.both)), "labels": bool(labels), "kappa": None}
         if labels:
-            answers = found.figures.answers.values()
-            given = collections.Counter(answer[place] for answer in answers)
+            given = collections.Counter(answer[place] for answer in found.answers[0].values())
             data["kappa"] = kappa(pairs)
-            data["given"] = {label: given[word] for word, label in labels.items()}
+            data["given"] = {label: given[label] for label in labels}
             data["confusion"] = confusion(labels, pairs)
         yield name, data
 
@@ -5736,19 +5717,16 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     data = {
         **group._asdict(), **{name: getattr(figures, name) for name in COUNTS},
         "asked": figures.asked, "fell_back": len(figures.fell_back),
-        "model": group.model_string or figures.asked + " (not named by the endpoint)",
-        "first_pass": share(figures.first_ok, figures.first),
         "first_pass_low": 1 - found.rates.high, "first_pass_high": 1 - found.rates.low,
-        "calls_per_item": share(figures.calls, figures.items),
         "tokens_per_item": tokens_per_item(figures), "cost": saving(found),
         "ms_p50": quantile(figures.ms, 0.5), "ms_p95": quantile(figures.ms, 0.95),
-        "same": found.same["agreement"], "compared": found.seen["agreement"],
-        "floor_same": found.same["floor"], "floor_compared": found.seen["floor"],
         "differing_items": found.differing[:SHOWN_ITEMS],
         "difference_low": None, "difference_high": None,
         "fields": dict(field_data(found)), "kappa": None}
-    for name in ("agreement", "floor", "agreement_reordered", "half_first", "half_second"):
-        data[name] = found.share(name)
+    for name, part, whole in SHARES:
+        data.setdefault(part, found.tally[part])
+        data.setdefault(whole, found.tally[whole])
+        data[name] = share(data[part], data[whole])
     if found.excess:
         data["difference_low"], data["difference_high"] = found.shift
     kappas = [field["kappa"] for field in data["fields"].values() if field["labels"]]
@@ -5770,10 +5748,6 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
         if gold and figures.fields:
             data.update(gold_data(found, gold, options.gold_field))
         datas.append(data)
-    unknown = [data.get("gold_unknown", len(gold)) for data in datas]
-    if gold and datas and min(unknown) == len(gold):
-        raise HarnessError("no %s of %s is a label of a task on the ledger; check --gold-field" % (
-            options.gold_field, options.input))
     differ = [name for name in ("ledger", "stage", "task", "model")
               if len({data[name] for data in datas}) > 1]
     for data in datas:
@@ -5788,15 +5762,15 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
 # ---- data -> words: each member stands in one table, (label, needed member, words) ----
 
 OVERVIEW = (
-    ("arm", "label", "%(label short)s"),
-    ("size", "size", "%(size)s"),
-    ("form", "form", "%(form)s"),
-    ("calls", "calls", "%(calls)s"),
-    ("first pass", "first_pass", "%(first_pass share)s"),
-    ("agrees", "agreement", "%(agreement share)s"),
-    ("floor", "floor", "%(floor share)s"),
-    ("tok/item", "tokens_per_item", "%(tokens_per_item whole)s"),
-    ("decision", "decision", "%(decision)s"),
+    ("arm", "%(label)s"),
+    ("size", "%(size)s"),
+    ("form", "%(form)s"),
+    ("calls", "%(calls)s"),
+    ("first pass", "%(first_pass .1%)s"),
+    ("agrees", "%(agreement .1%)s"),
+    ("floor", "%(floor .1%)s"),
+    ("tok/item", "%(tokens_per_item .0f)s"),
+    ("decision", "%(decision)s"),
 )
 DETAILS = (
     ("decision", "decision", "%(decision)s: %(why)s"),
@@ -5804,7 +5778,7 @@ DETAILS = (
     ("task", "task", "%(task)s, stage %(stage)s, on %(ledger)s"),
     ("calls", "calls", "%(calls)s"),
     ("first pass ok", "calls", "%(first_ok of first)s full batches; between "
-     "%(first_pass_low share)s and %(first_pass_high share)s, however often one looks"),
+     "%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks"),
     ("rescued by retry", "retried", "%(rescued of retried)s"),
     ("fallbacks", "fallbacks", "%(fallbacks)s calls; items that fell back: %(fell_back of items)s"),
     ("items answered", "calls", "%(answered)s"),
@@ -5813,67 +5787,40 @@ DETAILS = (
     ("tokens unknown", "tokens_unknown", "for %(tokens_unknown of calls)s calls"),
     ("verdicts", "verdicts", "%(verdicts counts)s"),
     ("normalised", "normalised", "%(normalised counts)s"),
-    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered share)s of their "
+    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered .1%)s of their "
      "answers are as at size 1"),
-    ("an item costs", "items", "%(calls_per_item places)s calls, %(tokens_per_item whole)s tokens"),
+    ("an item costs", "items", "%(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens"),
     ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
     ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
      "%(floor_same of floor_compared)s"),
     ("by field", "compared", "%(fields agreements)s"),
     ("agrees with gold", "judged", "%(right of judged)s answers; against size 1 it lost %(lost)s "
-     "right ones and won %(won)s (p %(p digits)s)"),
+     "right ones and won %(won)s (p %(p .3g)s)"),
     ("no gold label", "gold_unknown", "%(gold_unknown)s gold values are no label and left out"),
-    ("differing answers", "half_first", "%(half_first share)s in the first half of the prompt, "
-     "%(half_second share)s in the second"),
+    ("differing answers", "half_first", "%(half_first .1%)s in the first half of the prompt, "
+     "%(half_second .1%)s in the second"),
     ("would cost", "cost", "%(cost)s"),
     ("repeated rows", "repeated", "%(repeated)s, not counted"),
 )
-RUNS = (
-    ("instruction", "instruction", "%(instruction)s"),
-    ("fields", "fields", "%(fields json)s"),
-    ("date", "at", "%(at)s, run %(run)s"),
-    ("input", "input", "%(input)s: %(rows)s rows, %(items)s items"),
-    ("model", "model", "%(model)s at %(host)s; request %(params json)s"),
-    ("sizes", "arms", "%(arms json)s"),
-    ("size", "batch_size", "%(batch_size)s"),
-    ("task", "fingerprint", "%(fingerprint)s, stage %(stage)s"),
-)
-EXPLAINED = (
-    ("attempt", "verdict", "number %(attempt)s on these %(items)s items, at size %(size)s"),
-    ("fallback", "fallback", "made because their batch had failed"),
-    ("model", "verdict", "%(served)s (asked for: %(asked)s)"),
-    ("verdict", "verdict", "%(verdict)s: %(meaning)s"),
-    ("answer", "answer", "%(answer)s"),
-    ("no reply", "kind", "%(kind)s"),
-    ("detail", "detail", "%(detail)s"),
-    ("missing", "missing", "%(missing json)s"),
-    ("extra", "extra", "%(extra json)s"),
-    ("normalised", "normalised", "%(normalised json)s"),
-    ("params", "params", "%(params json)s"),
-    ("finish", "finish", "%(finish)s"),
-    ("prompt", "prompt", "%(prompt)s"),
-    ("reply", "reply", "%(reply)s"),
-    ("outcome", "outcomes", "%(outcomes)s in %(target)s"),
-)
-AGREES = {True: " %(agreement share)s (kappa %(kappa places)s)",
-          False: " %(agreement share)s (free text: to differ is no error)"}
+ASKED = ("instruction", "fields", "at", "run", "input", "rows", "items", "model", "host", "params",
+         "arms", "batch_size", "fingerprint", "stage")
+EXPLAINED = (                           # of a row of the ledger about an item, by its own names
+    "outcome", "target", "verdict", "meaning", "detail", "answer", "attempt", "fallback", "size",
+    "batch_id", "model_string", "asked", "missing", "extra", "normalised", "params", "kind",
+    "status", "finish", "prompt", "reply")
+AGREES = {True: " %(agreement .1%)s (kappa %(kappa .2f)s)",
+          False: " %(agreement .1%)s (free text: to differ is no error)"}
 FORMS: Dict[str, Callable[[Any], str]] = {
-    "share": lambda value: "%.1f %%" % (100 * value),
     "points": lambda value: "%.1f" % (100 * value),
-    "places": lambda value: "%.2f" % value,
-    "digits": lambda value: "%.3g" % value,
-    "whole": lambda value: "%.0f" % value,
-    "short": lambda label: label.replace("arm ", "", 1),
     "few": lambda names: ", ".join(names[:3]) or "texts that vary anyway",
     "counts": counts,
-    "json": encode,
     "agreements": lambda fields: ", ".join(
         name + AGREES[field["labels"]] % Words(field) for name, field in fields.items()),
 }
 
 
 class Words(Dict[str, Any]):
-    """Members as templates ask for them: %(floor share)s, %(first_ok of first)s."""
+    """Members as templates ask for them: %(floor .1%)s, %(first_ok of first)s."""
 
     def __missing__(self, wanted: str) -> str:
         member, _, form = wanted.partition(" ")
@@ -5882,7 +5829,9 @@ class Words(Dict[str, Any]):
         value = self.get(member)
         if value is None:
             return "-"
-        return FORMS[form](value)
+        if form in FORMS:
+            return FORMS[form](value)
+        return format(value, form).replace("%", " %")
 
 
 def described(table: Sequence[Tuple[str, str, str]],
@@ -5894,113 +5843,127 @@ def described(table: Sequence[Tuple[str, str, str]],
             yield label, words % Words(data)
 
 
-def overview(datas: Sequence[Data]) -> List[List[str]]:
-    """An arm a line, below a line of headings."""
-    rows = [[words % Words(data) for _, _, words in OVERVIEW] for data in datas]
-    return [[label for label, _, _ in OVERVIEW], *rows]
+def members(names: Iterable[str], data: Data) -> Iterator[Tuple[str, str]]:
+    """Some members of a row as (name, words), as far as they are there."""
+    for name in names:
+        value = data.get(name)
+        if not isinstance(value, str):
+            value = encode(value)
+        if value not in ("null", ""):
+            yield name, value
+
+
+Section = Tuple[str, Sequence[str], Sequence[Sequence[Any]]]    # title, headings, rows
+
+
+def sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
+    """What text and page show: an arm a line, the labels given, all figures, what else to know."""
+    yield "an arm a line", [label for label, _ in OVERVIEW], [
+        [words % Words(data) for _, words in OVERVIEW] for data in datas]
+    for data in datas:
+        for name, field in data["fields"].items():
+            bars = list(label_bars(field.get("given", {})))
+            yield "%s: %s" % (data["title"], name), (), bars
+    for data in datas:
+        yield data["title"], (), list(described(DETAILS, data))
+    yield "to be known", (), [[note] for note in notes(reading)]
+
+
+def page_sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
+    """What the page alone shows: which label came, for that of gold or size 1; what was asked."""
+    for data in datas:
+        expected = "size 1"
+        tables = {name: field["confusion"] for name, field in data["fields"].items()
+                  if data["compared"] and field["labels"]}
+        if data.get("judged"):
+            expected = "gold"
+            tables = data["gold_confusion"]
+        for name, table in tables.items():
+            rows = [(label, *row.values()) for label, row in table.items()]
+            title = "%s: answers to %s, by %s" % (data["title"], name, expected)
+            yield title, (expected, *table), rows
+    for run in reading.runs.values():
+        yield "what was asked", (), list(members(ASKED, {**run["task"], **run}))
+
+
+def label_bars(given: Mapping[str, int]) -> Iterator[Sequence[str]]:
+    """How often each label was given, the most frequent ones, as bars."""
+    total = sum(given.values())
+    for label, count in collections.Counter(given).most_common(SHOWN_LABELS):
+        yield label[:24], "#" * math.ceil(20 * count / max(1, total)), rate(count, total)
 
 
 def notes(reading: Reading) -> Iterator[str]:
     """What else a reader of the figures must know."""
-    for change in reading.changes[:MAX_REPORTED]:
+    if not reading.groups:
+        yield "no replies on this ledger: first pass ok " + rate(0, 0)
+    for change in reading.changes[:MAX_REPORTED]:           # --json names all of them
         yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s "
                "of %(ledger)s on (%(at)s)" % change)
-    if len(reading.changes) > MAX_REPORTED:
-        yield "%d more changes of the model" % (len(reading.changes) - MAX_REPORTED)
     if +reading.failures:
         yield "calls without a reply: " + counts(+reading.failures)
     for path, log in reading.logs.items():
-        for numbers, words in (
-                (log.damaged, "damaged lines, skipped"),
-                (log.broken, "lines that do not follow the one before (edited, removed or "
-                             "repeated)")):
+        for numbers, words in ((log.damaged, "damaged lines, skipped"), (log.broken, BROKEN)):
             if numbers:
                 yield "%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path)
 
 
+BROKEN = "lines that do not follow the one before (edited, removed or repeated)"
+
+
 # ---- words -> text ----
 
-def padded(text: str, width: int) -> str:
-    """A text filled up to so many columns; East Asian letters take two."""
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes; East Asian letters take two."""
     import unicodedata
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
-    return text + " " * (width - len(text) - wide)
+    return len(text) + wide
 
 
-def table_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """Rows below their headings in columns; where that is too wide, each row as a list."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    if not width or sum(widths) + 2 * len(widths) - 2 < width:
-        for row in rows:
-            yield "  ".join(map(padded, row, widths)).rstrip()
-        return
-    for row in rows[1:]:
-        for label, cell in zip(rows[0], row):
-            yield "%-10s %s" % (label, cell)
-        yield ""
-
-
-def bar_lines(datas: Sequence[Data], width: int, mark: str = "#") -> Iterator[str]:
-    """How often each arm gave each label, the most frequent ones, as bars."""
-    for data in datas:
-        for name, field in data["fields"].items():
-            given = collections.Counter(field.get("given", {}))
-            bars = given.most_common(SHOWN_LABELS)
-            names = min(24, max([len(label) for label, _ in bars], default=0))
-            room = max(4, min(40, (width or 80) - names - 24))
-            if bars:
-                yield "%s: %s" % (data["title"], name)
-            for label, count in bars:
-                part = share(count, sum(given.values())) or 0.0
-                bar = (mark * math.ceil(part * room)).ljust(room)
-                yield "  %s  %s  %d (%.1f %%)" % (padded(label[:24], names), bar, count, 100 * part)
-
-
-def print_report(datas: Sequence[Data], reading: Reading, out: Speaker) -> None:
-    """Print an arm a line, the labels given, the details, and what else is to be known."""
-    if not datas:
-        out("no replies on this ledger: first pass ok %s" % rate(0, 0))
-    else:
-        out("\n".join(table_lines(overview(datas), out.width)), wrap=False)
-    for line in bar_lines(datas, out.width):
-        out(line, wrap=False)
-    for data in datas:
-        out("\n%s:" % data["title"])
-        for row in described(DETAILS, data):
-            out("  %-18s %s" % row)
-    for words in notes(reading):
-        out(words)
+def print_section(section: Section, out: Speaker) -> None:
+    """Print a table below its title, in columns."""
+    title, head, rows = section
+    lines = [row for row in (head, *rows) if row]
+    widths = [max(map(columns_of, column)) for column in zip(*lines)]
+    if rows:
+        out(title + ":")
+        for row in lines:
+            cells = [cell + " " * (width - columns_of(cell)) for cell, width in zip(row, widths)]
+            out("  " + "  ".join(cells).rstrip())
+        out("")
 
 
 # ---- words -> page ----
 
 PAGE = string.Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>$title</title><style>
+<meta name="viewport" content="width=device-width, initial-scale=1"><title>batch_harness: report</title><style>
 :root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --soft: #fff3d6 }
 @media (prefers-color-scheme: dark) {
  :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --soft: #3a3016 } }
 body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
  margin: 1rem auto; max-width: 64rem; padding: 0 1rem; overflow-wrap: break-word }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-div, pre { overflow-x: auto } pre { font-size: .85rem }
+div { overflow-x: auto }
 table { border-collapse: collapse; font-size: .9rem }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left;
  vertical-align: top; min-width: 3rem; max-width: 40rem; white-space: pre-wrap }
 .marked { background: var(--soft) }
+h2::first-letter { text-transform: uppercase }
 @media (max-width: 40rem) {
  th { display: none }
  tr { display: block; border-bottom: 2px solid var(--line); padding: .3rem 0 }
  td { display: flex; border: 0; padding: .1rem .4rem; overflow-wrap: anywhere }
- td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 } }
-</style></head><body><h1>$title</h1>
+ td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 }
+ td[title=""]::before { content: none } }
+</style></head><body><h1>batch_harness: report</h1>
 <p>Whether an id is right, the program proves; whether an answer is right, a person must judge.</p>
 $body
 </body></html>
 """)
 TABLE = "<h2>%s</h2>\n<div><table>%s</table></div>"
 INSPECTED = ("Texts and their answers, to be read by a person; "
-             "marked: otherwise than at size 1, or quarantined")
+             "marked: otherwise than at size 1, or in quarantine")
 
 
 def escaped(text: Any) -> str:
@@ -6009,110 +5972,60 @@ def escaped(text: Any) -> str:
     return html.escape(CONTROLS.sub("?", str(text)))
 
 
-def as_table(title: str, rows: Sequence[Sequence[Any]], marked: int = 0) -> str:
-    """A table below its title, the first row its headings, the next ones marked; "" of no rows."""
-    if len(rows) < 2:
-        return ""
-    lines = ["<tr>%s</tr>" % "".join("<th>%s</th>" % escaped(name) for name in rows[0])]
-    for place, row in enumerate(rows[1:]):
+def as_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]],
+             marked: int = 0) -> str:
+    """A table below its title, its first rows marked; "" of no rows."""
+    lines = []
+    if head:
+        lines.append("<tr><th>%s</th></tr>" % "</th><th>".join(map(escaped, head)))
+    for place, row in enumerate(rows):
         kind = ""
         if place < marked:
             kind = ' class="marked"'
         cells = ['<td title="%s">%s</td>' % (escaped(name), escaped(cell))
-                 for name, cell in zip(rows[0], row)]
+                 for name, cell in itertools.zip_longest(head, row, fillvalue="")]
         lines.append("<tr%s>%s</tr>" % (kind, "".join(cells)))
+    if not rows:
+        return ""
     return TABLE % (escaped(title), "\n".join(lines))
 
 
 def page_of(datas: Sequence[Data], reading: Reading, inspected: str) -> str:
     """The report as one page that needs no network and no script.  All from outside is escaped."""
-    decisions = [(data["title"], data["decision"], data["why"]) for data in datas]
-    bars = "\n".join(bar_lines(datas, 42, "\u2588"))
-    parts = [
-        as_table("An arm a line", overview(datas)),
-        as_table("Decisions", [("arm", "decision", "why"), *decisions]),
-        as_table("To be known", [["note"], *[[words] for words in notes(reading)]]),
-        "<h2>Labels given</h2><pre>%s</pre>" % escaped(bars),
-        inspected]
-    for data in datas:
-        parts += confusion_tables(data)
-    for data in datas:
-        details = [("what", "figures"), *described(DETAILS, data)]
-        parts.append(as_table(data["title"] + " in full", details))
-    for run in reading.runs.values():
-        asked = described(RUNS, {**run["task"], **run})
-        parts.append(as_table("What was asked", [("what", "words"), *asked]))
-    models = ", ".join(sorted({data["model"] for data in datas})) or "no replies"
-    return PAGE.substitute(title=escaped("batch_harness: " + models), body="\n".join(parts))
-
-
-def confusion_tables(data: Data) -> Iterator[str]:
-    """Of each field with labels: what an arm answered, by the right answer, or that of size 1."""
-    tables = {name: field["confusion"] for name, field in data["fields"].items()
-              if data["compared"] and field["labels"]}
-    expected = "size 1"
-    if data.get("judged"):
-        tables = data["gold_confusion"]
-        expected = "gold"
-    for name, rows in tables.items():
-        title = "%s: answers to %s, by %s" % (data["title"], name, expected)
-        counted = [(label, *row.values()) for label, row in rows.items()]
-        yield as_table(title, [(expected, *rows), *counted])
+    parts = [as_table(*section) for section in sections(datas, reading)]
+    parts.append(inspected)
+    parts += [as_table(*section) for section in page_sections(datas, reading)]
+    return PAGE.substitute(body="\n".join(parts))
 
 
 def inspection(options: Settings, reading: Reading, datas: Sequence[Data], gold: Gold) -> str:
     """Answers beside their texts as a table; in front what differs, and what is in quarantine."""
-    if not options.input:
-        return ""
     front = {name for data in datas for name in data["differing_items"]}
     front.update(place[3][:ID_LENGTH] for place in list(reading.held)[:SHOWN_ITEMS])
-    marked: Dict[int, str] = {}
-    others: Dict[int, str] = {}
-    arms = reading.arms()
-    with contextlib.closing(Source(input_spec(options))) as source:
-        for row in source.rows():
-            key = key_of(text_digest(row.text))
-            if short_id(key) in front:
-                marked[key] = row.text
-            elif len(others) < SHOWN_ITEMS and any(key in figures.answers for figures in arms):
-                others[key] = row.text
-    texts = {**marked, **others}
-    columns: List[Tuple[str, Mapping[int, str]]] = []
+    marked: Dict[str, List[str]] = {}           # rows by their item
+    others: Dict[str, List[str]] = {}
+    arms = [figures.answers for figures in reading.arms()]
+    for row in good_input(options):
+        key = key_of(text_digest(row.text))
+        name = short_id(key)
+        cells = [name, row.text, *["; ".join(answers.get(key, ["-"])) for answers in arms]]
+        if gold:
+            cells.insert(2, gold.get(key, "-"))
+        if name in front:
+            marked[name] = cells
+        elif len(others) < SHOWN_ITEMS and any(key in answers for answers in arms):
+            others[name] = cells
+    head = ["item", "text", *[data["title"] for data in datas]]
     if gold:
-        columns.append(("gold", {key: spellings[-1] for key, spellings in gold.items()}))
-    cells = cells_of(reading, texts)
-    for data, figures in zip(datas, arms):
-        columns.append((data["title"], cells[figures.group]))
-    rows = [["item", "text", *[title for title, _ in columns]]]
-    for key, text in texts.items():
-        rows.append([short_id(key), text, *[column.get(key, "-") for _, column in columns]])
-    return as_table(INSPECTED, rows, len(marked))
-
-
-def cells_of(reading: Reading, keys: Mapping[int, Any]) -> Dict[Group, Dict[int, str]]:
-    """What became of some texts, from a second pass: answers as they were given, or the verdict."""
-    cells: Dict[Group, Dict[int, str]] = {group: {} for group in reading.groups}
-    for ledger in reading.logs:
-        for row in Log(ledger):
-            if row["event"] not in ("attempt", "quarantine"):
-                continue
-            for sha, name in zip(row.get("text_sha", ()), row["batch"]):
-                if key_of(sha) in keys:
-                    words = "quarantined, %s: %s" % (row["verdict"], row.get("detail", "-"))
-                    if row["verdict"] == "ok":
-                        words = encode(row["answers"][name])
-                    cells[reading.group_of(ledger, row)][key_of(sha)] = words
-    return cells
+        head.insert(2, "gold")
+    return as_table(INSPECTED, head, [*marked.values(), *others.values()], len(marked))
 
 
 # ---- the command ----
 
 def each_once(paths: Iterable[str]) -> List[str]:
     """The paths, each file once: a ledger would pass for its own repetition."""
-    files: Dict[str, str] = {}
-    for path in paths:
-        files.setdefault(os.path.realpath(path), path)
-    return list(files.values())
+    return list({os.path.realpath(path): path for path in paths}.values())
 
 
 def check_page(path: str) -> None:
@@ -6138,6 +6051,7 @@ def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
         page = page_of(datas, reading, inspection(options, reading, datas, gold))
         data = page.encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(data), "--html")
+        say("the page is in %s" % options.html)
     broken = {path: log.broken for path, log in reading.logs.items() if log.broken}
     if options.json:
         damaged = [number for log in reading.logs.values() for number in log.damaged]
@@ -6145,23 +6059,25 @@ def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
                         "failures": +reading.failures, "damaged_lines": damaged,
                         "broken_lines": broken}, indent=1), wrap=False)
     else:
-        print_report(datas, reading, out)
-    if options.html:
-        say("the page is in %s" % options.html)
+        for section in sections(datas, reading):
+            print_section(section, out)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
-    if not options.fail_unless_safe or (wanted == {"safe"} and not broken):
+    if wanted and broken:
+        wanted = {"its ledger was edited"}
+    if not options.fail_unless_safe or wanted == {"safe"}:
         return DONE
     found = ", ".join(sorted(wanted)) or "no such arm"
-    if broken and wanted:
-        found = "its ledger was edited"
     say("size %d is not shown to be safe: %s" % (options.fail_unless_safe, found))
     return QUARANTINED_LEFT
 
 
 # ---- one item ----
 
-def item_meant(path: str, wanted: str) -> str:
-    """The item that a person means by its id, the beginning of one, or a key of their own."""
+def item_meant(path: str, wanted: str) -> Set[str]:
+    """The item that a person means by its id, the beginning of one, or a key of their own.
+
+    It may stand on a ledger under ids of several lengths.
+    """
     names: Set[str] = set()
     for row in Log(path):
         batch = row.get("batch", ())
@@ -6169,96 +6085,67 @@ def item_meant(path: str, wanted: str) -> str:
             begun = len(wanted) > 3 and name.startswith(wanted.lower())
             if begun or wanted in (str(key), encode(key)):
                 names.add(name)
-    # one text may stand there under ids of several lengths
-    found = [name for name in sorted(names)
+    items = [name for name in sorted(names)
              if not any(other != name and other.startswith(name) for other in names)]
-    if len(found) == 1:
-        return found[0]
-    if found:
-        raise HarnessError("%s names %d items on %s; choose one of %s" % (
-            shown(wanted), len(found), path, ", ".join(found[:MAX_REPORTED])))
+    if len(items) == 1:
+        return names
     raise HarnessError(
-        "%s names no item on %s; give an id, the beginning of one (4 digits or more), or your own "
-        "key of the first row with the text" % (shown(wanted), path))
-
-
-def spelled_in(row: Mapping[str, Any], name: str) -> Optional[str]:
-    """An item's id as it stands in a row, where it may be shorter or longer."""
-    ids = row.get("batch") or [one for word in OUTCOMES for one in row.get(word, ())]
-    for one in ids:
-        if one.startswith(name) or name.startswith(one):
-            return str(one)
-    return None
+        "%s names %d items on %s (%s); give an id, the beginning of one (4 digits or more), or "
+        "your own key of the first row with the text" % (
+            shown(wanted), len(items), path, ", ".join(items[:MAX_REPORTED]) or "none"))
 
 
 def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     """Defend one row: its text, all that touched it, the prompts proved by hash, how it stands."""
-    name = item_meant(options.ledger, options.id)
+    names = item_meant(options.ledger, options.id)
+    name = max(names, key=len)
     runs: Dict[str, Data] = {}
-    touching: List[Tuple[int, Dict[str, Any]]] = []          # (line, row)
+    touching: List[Tuple[int, Dict[str, Any]]] = []             # (line, row)
     log = Log(options.ledger)
     for row in log:
         if row["event"] == "run":
             runs[row["run"]] = row
-        elif spelled_in(row, name):
+        elif any(not names.isdisjoint(row.get(word, ())) for word in ("batch", *OUTCOMES)):
             touching.append((log.number, row))
-    wanted = {one for _, row in touching for one in row.get("batch", ())}
-    texts = texts_named(options, wanted, len(name))
-    text = "(give --input to see it)"
-    if options.input:
-        text = "(the input no longer holds it)"
+    batches = {one for _, row in touching for one in row.get("batch", ())}
+    items = (Item(entry.text, entry.key, len(name)) for entry in good_input(options))
+    texts = {item.id: item for item in items if item.id in batches}
+    text = "(give the --input that holds it)"
     if name in texts:
         text = texts[name].text
     out("item %s, text: %s" % (name, text), wrap=False)
-    settled = []
+    stands = "pending: no attempt has settled it"
     for number, row in touching:
         where = "line %d" % number
         if "arm" in row:
             where += ", arm %s of a trial" % row["arm"]
         out("\n%s, %s, %s of run %s" % (where, row.get("at"), row["event"], row.get("run")))
-        for line in described(EXPLAINED, attempt_data(row, name, runs, texts)):
+        for line in explained(row, names, runs.get(row.get("run", ""), {}), texts):
             out(("  %-12s %s" % line).replace("\n", "\n" + " " * 15), wrap=False)
-        if row.get("verdict") == "ok":
-            settled.append("answered in " + where)
+        if "answers" in row:
+            stands = "answered in " + where
         elif "quarantined" in row:
-            settled.append("quarantined in " + where)
-    settled = settled or ["pending: no attempt has settled it"]
-    out("\nwhere it stands: " + "; then ".join(settled))
+            stands = "quarantined in " + where
+    out("\nwhere it stands: " + stands)
     return DONE
 
 
-def texts_named(options: Settings, names: Set[str], length: int) -> Dict[str, Item]:
-    """The items of the input, if there is one, that have these ids."""
-    texts: Dict[str, Item] = {}
-    if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
-            for row in source.rows():
-                item = Item(row.text or "-", row.key, length)
-                if row.error is None and item.id in names:
-                    texts.setdefault(item.id, item)
-    return texts
-
-
-def attempt_data(row: Mapping[str, Any], name: str, runs: Mapping[str, Data],
-                 texts: Mapping[str, Item]) -> Data:
-    """What one row says about an item, for EXPLAINED."""
-    own = spelled_in(row, name)
-    outcomes = [word for word in OUTCOMES if own in row.get(word, ())]
-    if own in row.get("why", {}):
-        outcomes.append(str(row["why"][own]))
-    run = runs.get(row.get("run", ""), {})
-    data: Dict[str, Any] = {
-            **row, "outcomes": ", ".join(outcomes), "items": len(row.get("batch", ())),
-            "meaning": VERDICTS.get(row.get("verdict", "")), "asked": run.get("model"),
-            "served": row.get("model_string") or "not named by the endpoint"}
-    if row.get("verdict") == "ok":
-        data["answer"] = encode(row["answers"][own])
+def explained(row: Data, names: Set[str], run: Data,
+              texts: Mapping[str, Item]) -> Iterator[Tuple[str, str]]:
+    """What one row says about an item, as (member, words)."""
+    outcomes = [word for word in OUTCOMES if not names.isdisjoint(row.get(word, ()))]
+    outcomes += [str(why) for name, why in row.get("why", {}).items() if name in names]
+    data = {**row, "outcome": ", ".join(outcomes), "asked": run.get("model"),
+            "meaning": VERDICTS.get(row.get("verdict", ""))}
+    for _, name, answer in answers_of(row):
+        if name in names:
+            data["answer"] = encode(answer)
     if "prompt_sha" in row:
         data["prompt"] = rebuilt_prompt(row, run, texts)
-    return data
+    return members(EXPLAINED, data)
 
 
-def rebuilt_prompt(row: Mapping[str, Any], run: Data, texts: Mapping[str, Item]) -> str:
+def rebuilt_prompt(row: Data, run: Data, texts: Mapping[str, Item]) -> str:
     """The prompt of an attempt, proved by the hash on its row; or why it cannot be shown."""
     gone = [name for name in row["batch"] if name not in texts]
     if gone:
@@ -6294,14 +6181,11 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
     fits = [task for task in fits if answered[task.fingerprint]] or fits
     if len(fits) == 1:
         return fits[0]
-    how_many = "no"
-    if fits:
-        how_many = "more than one"
     named = ["%s (stage %s, %d answers, %s)" % (
         name, task.stage, answered[name], shown(task.instruction, 40))
         for name, task in tasks.items()]
-    raise HarnessError("%s task of %s fits; it holds %s: choose with --stage or --fingerprint" % (
-        how_many, ", ".join(paths), ", ".join(named) or "no run"))
+    raise HarnessError("%d tasks of %s fit; it holds %s: choose with --stage or --fingerprint" % (
+        len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
 EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string",
@@ -6309,7 +6193,7 @@ EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", 
 Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
 
 
-def settlement(row: Mapping[str, Any], sha: str) -> Exported:
+def settlement(row: Data, sha: str) -> Exported:
     """What the row that settled a text says of it, by columns of an export."""
     columns = ["model_string", "run", "batch_id"]
     if row["verdict"] != "ok":
@@ -6322,13 +6206,9 @@ def settlement(row: Mapping[str, Any], sha: str) -> Exported:
 def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Exported]:
     """Every row of the input in its order, with what the ledgers hold for its text."""
     places = settled_places(paths, task)                # a file position an item, no row
+    settling = functools.lru_cache(maxsize=1)(row_at)   # neighbours in the input may share a batch
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in paths]
-
-        @functools.lru_cache(maxsize=1)                 # neighbours in the input may share a batch
-        def settling(ledger: int, offset: int) -> Dict[str, Any]:
-            return row_at(files[ledger], offset)
-
         for number, row in enumerate(source.rows(), 1):
             out: Exported = dict.fromkeys(EXPORT_COLUMNS)
             out.update(row=number, id=row.key or "null", status="skipped")
@@ -6338,9 +6218,9 @@ def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -
                 out["rubric_version"] = task.rubric_version
                 out["text_sha256"] = hashlib.sha256(row.text.encode("utf-8")).hexdigest()
                 key = key_of(sha)
-                for ledger, offsets in enumerate(places):
+                for file, offsets in zip(files, places):
                     if key in offsets:
-                        out.update(settlement(settling(ledger, offsets[key]), sha))
+                        out.update(settlement(settling(file, offsets[key]), sha))
             yield out
 
 
