@@ -5211,6 +5211,7 @@ SHARES = (                              # name, the part, the whole
     ("half_second", "second_differ", "second_compared"))
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
+Lines = Iterator[Tuple[str, str]]       # label, words
 Place = Tuple[str, str, Optional[int], str]             # ledger, task, arm, digest of a text
 Gold = Dict[int, str]                   # key_of(digest) -> the right answer
 
@@ -5269,13 +5270,14 @@ class Group(NamedTuple):
     """What is counted together: a task and a model at one size, on a ledger or in a trial's arm."""
 
     ledger: str
+    arm: Optional[int]
+    size: int
+    # what is the same in all that can be compared:
     stage: str
     task: str
-    arm: Optional[int]
     model_string: Optional[str]
     model: str                          # that, or what was asked for where the endpoint named none
     form: str
-    size: int
 
 
 class Figures:
@@ -5298,7 +5300,7 @@ class Figures:
 
     group: Group
     asked = ""                          # the model that was asked for
-    fields: Mapping[str, Any] = {}      # of the task: name -> schema; none where it is not known
+    fields: Data = {}      # of the task: name -> schema; none where it is not known
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = collections.Counter()
@@ -5411,8 +5413,8 @@ class Reading:
             if before != model:
                 self.changes.append({"ledger": log.path, "line": log.number, "at": row.get("at"),
                                      "asked": asked, "before": before, "after": model})
-        group = Group(log.path, row["stage"], row["task"], row.get("arm"), model,
-                      model or asked + " (not named by the endpoint)", row["form"], row["size"])
+        group = Group(log.path, row.get("arm"), row["size"], row["stage"], row["task"], model,
+                      model or asked + " (not named by the endpoint)", row["form"])
         if group not in self.groups:
             figures = self.groups[group] = Figures()
             figures.group = group
@@ -5502,11 +5504,6 @@ class Comparison:
                     if reordered and here[key] == one[key]:
                         yield "reordered_same"
 
-    def pairs(self, place: int) -> Counter[Tuple[str, str]]:
-        """How often which answer to a field at size 1 met which one here."""
-        here, one, _ = self.answers
-        return collections.Counter((one[key][place], here[key][place]) for key in self.both)
-
 
 # ---- decisions ----
 
@@ -5564,7 +5561,7 @@ def more_calls(excess: Mapping[float, int], margin: float) -> str:
     return "about %d more calls would settle it if nothing changed" % least_count(settled)
 
 
-def reasons(found: Comparison, options: Settings) -> Iterator[Tuple[str, str]]:
+def reasons(found: Comparison, options: Settings) -> Lines:
     """What speaks for which decision, as (decision, words for Words); the first one holds."""
     figures = found.figures
     if not figures.fields:
@@ -5641,7 +5638,7 @@ def gold_labels(options: Settings) -> Gold:
     return gold
 
 
-def judged_field(fields: Mapping[str, Any], name: str) -> str:
+def judged_field(fields: Data, name: str) -> str:
     """The field that gold labels judge: that of their name, else the only one (with labels)."""
     labelled = [field for field in fields if labels_of(fields[field]) is not None]
     meant = [field for field in fields if field == name] or labelled or list(fields)
@@ -5651,7 +5648,7 @@ def judged_field(fields: Mapping[str, Any], name: str) -> str:
     return meant[0]
 
 
-def gold_data(found: Comparison, gold: Gold, name: str) -> Dict[str, Any]:
+def gold_data(found: Comparison, gold: Gold, name: str) -> Data:
     """How often an arm is right, and whether size 1 is so more often (McNemar's mid-p).
 
     Gold values that are no label of the field are left out, and counted.
@@ -5687,39 +5684,33 @@ def confusion(labels: Sequence[str], pairs: Mapping[Tuple[str, str], int]) -> Da
 
 # ---- an arm as data: what --json gives, and what text and page are made of ----
 
-def field_data(found: Comparison) -> Iterator[Tuple[str, Dict[str, Any]]]:
+def field_data(found: Comparison) -> Iterator[Tuple[str, Data]]:
     """How the answers to each field agree; where it has labels, how often each came for which."""
+    here, one, _ = found.answers
     for place, (name, schema) in enumerate(found.figures.fields.items()):
-        pairs = found.pairs(place)
+        pairs = collections.Counter((one[key][place], here[key][place]) for key in found.both)
         labels = label_words(schema)
-        same = sum(count for (one, other), count in pairs.items() if one == other)
+        same = sum(count for (left, right), count in pairs.items() if left == right)
         data: Dict[str, Any] = {
             "agreement": share(same, len(found.both)), "labels": bool(labels), "kappa": None}
         if labels:
-            given = collections.Counter(answer[place] for answer in found.answers[0].values())
+            given = collections.Counter(answer[place] for answer in here.values())
             data["kappa"] = kappa(pairs)
             data["given"] = {label: given[label] for label in labels}
             data["confusion"] = confusion(labels, pairs)
         yield name, data
 
 
-def quantile(values: Sequence[int], part: float) -> Optional[int]:
-    """The value below which this part of the values lies."""
-    if not values:
-        return None
-    return sorted(values)[int(part * len(values))]
-
-
 def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     """An arm by the names that --json gives."""
     figures = found.figures
-    group = figures.group
+    ms: List[Any] = sorted(figures.ms) or [None]
     data = {
-        **group._asdict(), **{name: getattr(figures, name) for name in COUNTS},
+        **figures.group._asdict(), **{name: getattr(figures, name) for name in COUNTS},
         "asked": figures.asked, "fell_back": len(figures.fell_back),
         "first_pass_low": 1 - found.rates.high, "first_pass_high": 1 - found.rates.low,
         "tokens_per_item": tokens_per_item(figures), "cost": saving(found),
-        "ms_p50": quantile(figures.ms, 0.5), "ms_p95": quantile(figures.ms, 0.95),
+        "ms_p50": ms[len(ms) // 2], "ms_p95": ms[int(0.95 * len(ms))],
         "differing_items": found.differing[:SHOWN_ITEMS],
         "difference_low": None, "difference_high": None,
         "fields": dict(field_data(found)), "kappa": None}
@@ -5740,8 +5731,7 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
     """Every arm as data, against the first arm of size 1 of its task, model and form."""
     datas = []
     for figures in arms:
-        like = figures.group._replace(ledger="", arm=None, size=1)
-        alike = [one for one in arms if one.group._replace(ledger="", arm=None) == like
+        alike = [one for one in arms if one.group.size == 1 and one.group[3:] == figures.group[3:]
                  and one.first and one.fields and list(one.fields) == list(figures.fields)]
         found = Comparison(figures, alike)
         data = arm_data(found, options)
@@ -5835,7 +5825,7 @@ class Words(Dict[str, Any]):
 
 
 def described(table: Sequence[Tuple[str, str, str]],
-              data: Data) -> Iterator[Tuple[str, str]]:
+              data: Data) -> Lines:
     """What is to be said of some data: (label, words); nothing of what is not there, or 0."""
     for label, needed, words in table:
         value = data.get(needed)
@@ -5843,7 +5833,7 @@ def described(table: Sequence[Tuple[str, str, str]],
             yield label, words % Words(data)
 
 
-def members(names: Iterable[str], data: Data) -> Iterator[Tuple[str, str]]:
+def members(names: Iterable[str], data: Data) -> Lines:
     """Some members of a row as (name, words), as far as they are there."""
     for name in names:
         value = data.get(name)
@@ -5903,12 +5893,16 @@ def notes(reading: Reading) -> Iterator[str]:
     if +reading.failures:
         yield "calls without a reply: " + counts(+reading.failures)
     for path, log in reading.logs.items():
-        for numbers, words in ((log.damaged, "damaged lines, skipped"), (log.broken, BROKEN)):
-            if numbers:
-                yield "%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path)
+        if log.damaged:
+            yield "damaged lines, skipped: %s (%s)" % (some_of(log.damaged), path)
+        if log.broken:
+            yield "lines that do not follow the one before (edited, removed or repeated): %s (%s)" % (
+                some_of(log.broken), path)
 
 
-BROKEN = "lines that do not follow the one before (edited, removed or repeated)"
+def some_of(numbers: Sequence[int]) -> str:
+    """The first of some line numbers, for a message."""
+    return ", ".join(map(str, numbers[:MAX_REPORTED]))
 
 
 # ---- words -> text ----
@@ -6005,19 +5999,19 @@ def inspection(options: Settings, reading: Reading, datas: Sequence[Data], gold:
     marked: Dict[str, List[str]] = {}           # rows by their item
     others: Dict[str, List[str]] = {}
     arms = [figures.answers for figures in reading.arms()]
+    columns = [*arms]
+    head = ["item", "text", *[data["title"] for data in datas]]
+    if gold:
+        columns.insert(0, {key: (word,) for key, word in gold.items()})
+        head.insert(2, "gold")
     for row in good_input(options):
         key = key_of(text_digest(row.text))
         name = short_id(key)
-        cells = [name, row.text, *["; ".join(answers.get(key, ["-"])) for answers in arms]]
-        if gold:
-            cells.insert(2, gold.get(key, "-"))
+        cells = [name, row.text, *["; ".join(column.get(key, ["-"])) for column in columns]]
         if name in front:
             marked[name] = cells
         elif len(others) < SHOWN_ITEMS and any(key in answers for answers in arms):
             others[name] = cells
-    head = ["item", "text", *[data["title"] for data in datas]]
-    if gold:
-        head.insert(2, "gold")
     return as_table(INSPECTED, head, [*marked.values(), *others.values()], len(marked))
 
 
@@ -6062,8 +6056,8 @@ def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
         for section in sections(datas, reading):
             print_section(section, out)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
-    if wanted and broken:
-        wanted = {"its ledger was edited"}
+    if broken:
+        wanted.add("its ledger was edited")
     if not options.fail_unless_safe or wanted == {"safe"}:
         return DONE
     found = ", ".join(sorted(wanted)) or "no such arm"
@@ -6085,8 +6079,8 @@ def item_meant(path: str, wanted: str) -> Set[str]:
             begun = len(wanted) > 3 and name.startswith(wanted.lower())
             if begun or wanted in (str(key), encode(key)):
                 names.add(name)
-    items = [name for name in sorted(names)
-             if not any(other != name and other.startswith(name) for other in names)]
+    length = min(map(len, names), default=0)
+    items = sorted({name[:length] for name in names})
     if len(items) == 1:
         return names
     raise HarnessError(
@@ -6131,7 +6125,7 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
 
 
 def explained(row: Data, names: Set[str], run: Data,
-              texts: Mapping[str, Item]) -> Iterator[Tuple[str, str]]:
+              texts: Mapping[str, Item]) -> Lines:
     """What one row says about an item, as (member, words)."""
     outcomes = [word for word in OUTCOMES if not names.isdisjoint(row.get(word, ()))]
     outcomes += [str(why) for name, why in row.get("why", {}).items() if name in names]
@@ -6190,17 +6184,8 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
 
 EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string",
                   "rubric_version", "run", "batch_id", "text_sha256", "text")
+SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")
 Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
-
-
-def settlement(row: Data, sha: str) -> Exported:
-    """What the row that settled a text says of it, by columns of an export."""
-    columns = ["model_string", "run", "batch_id"]
-    if row["verdict"] != "ok":
-        columns += ["verdict", "detail"]
-    out = {column: row.get(column) for column in columns}
-    out["status"], out["answer"] = settled_as(row, sha)
-    return out
 
 
 def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Exported]:
@@ -6220,7 +6205,11 @@ def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -
                 key = key_of(sha)
                 for file, offsets in zip(files, places):
                     if key in offsets:
-                        out.update(settlement(settling(file, offsets[key]), sha))
+                        settled = settling(file, offsets[key])
+                        out["status"], out["answer"] = settled_as(settled, sha)
+                        out.update({column: settled.get(column) for column in SETTLED})
+                if out["verdict"] == "ok":
+                    out["verdict"] = out["detail"] = None       # these say why there is no answer
             yield out
 
 
