@@ -5929,9 +5929,9 @@ def print_section(section: Section, out: Speaker) -> None:
 
 # ---- words -> page ----
 
-PAGE = string.Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>batch_harness: report</title><style>
+PAGE = string.Template("""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"/>
+<meta name="viewport" content="width=device-width, initial-scale=1"/><title>batch_harness: report</title><style>
 :root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --soft: #fff3d6 }
 @media (prefers-color-scheme: dark) {
  :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --soft: #3a3016 } }
@@ -6026,7 +6026,7 @@ def check_page(path: str) -> None:
     """Refuse to write over what is no page."""
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            if file.read(9) not in (b"<!doctype", b""):
+            if file.read(9).lower() not in (b"<!doctype", b""):
                 raise HarnessError("--html %s exists and is no page; name another file" % path)
 
 

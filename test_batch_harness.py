@@ -4691,6 +4691,11 @@ def ask(prompt):
         self.assertEqual(self.report("--html", "page.html", *more)[0], 0)
         return self.bytes("page.html").decode()
 
+    def inspected(self, *more):
+        """The cells of the answers beside their texts."""
+        part = self.page(*more).split("Texts and their answers")[1].split("</table>")[0]
+        return [re.findall("<td.*?>(.*?)</td>", row) for row in part.split("\n")[2:]]
+
     def gold(self, rows):
         lines = [json.dumps({"text": "text number %d" % n, "gold": label}) for n, label in rows]
         self.write("gold.jsonl", "\n".join(lines))
@@ -4827,14 +4832,12 @@ class Trials(Reporting):
 
     def test_an_arm_as_data_has_all_that_was_promised(self):
         arm = self.labelled(330)[2]
-        self.assertEqual(pick(arm, "agreement kappa floor half_first first_pass"),
-                         (1.0, 1.0, 1.0, 0.0, 1.0))
+        self.assertEqual(pick(arm, "agreement kappa floor half_first half_second first_pass"),
+                         (1.0, 1.0, 1.0, 0.0, 0.0, 1.0))
         self.assertAlmostEqual(1 - arm["first_pass_low"], bh.failure_limits(0, 165).high)
-        for name in (
-                "stage task arm model_string form size calls items first_pass_high rescued "
-                "fallbacks quarantined calls_per_item tokens_per_item ms_p50 ms_p95 "
-                "difference_low difference_high half_second verdicts normalised").split():
-            self.assertIn(name, arm)
+        pick(arm, "stage task arm model_string form size calls items first_pass_high rescued "
+             "fallbacks quarantined calls_per_item tokens_per_item ms_p50 ms_p95 difference_low "
+             "difference_high verdicts normalised")
 
     def test_a_model_that_disagrees_with_itself_is_not_held_against_the_size(self):
         arm = self.labelled(
@@ -4855,20 +4858,15 @@ class Trials(Reporting):
         arm = self.labelled(400, "label = 'good' if place else label")[2]
         named = arm["differing_items"]
         self.assertTrue(arm["why"].endswith("such as those to " + ", ".join(named[:3])))
-        wrong = {bh.item_id("text number %d" % n) for n in range(0, 400, 3)}
-        self.assertLessEqual(set(named), wrong)
+        self.assertLessEqual(set(named), {bh.item_id("text number %d" % n) for n in range(0, 400, 3)})
         self.assertGreater(len(named), 40)
-        part = self.page("--input", "items.jsonl").split("Texts and their answers")[1]
-        rows = part.split("</table>")[0].split("\n")[2:]
-        cells = [re.findall("<td.*?>(.*?)</td>", row)[2:] for row in rows]
-        marked = ['class="marked"' in row for row in rows]
-        self.assertEqual(marked, [True] * len(named) + [False] * 100)
-        self.assertEqual({tuple(row) for row in cells[:len(named)]}, {("bad", "bad", "good")})
+        rows = self.inspected("--input", "items.jsonl")
+        self.assertEqual([row[0] in named for row in rows], [True] * len(named) + [False] * 100)
+        self.assertEqual({tuple(row[2:]) for row in rows[:len(named)]}, {("bad", "bad", "good")})
         arm = self.labelled(240, "name = '0' if place and number % 2 else name")[2]
-        failed = arm["first"] - arm["first_ok"]
         self.assertIn("%s, at size 1 0 of 240 (0.0 %%); such as those of %s" % (
-            bh.rate(failed, 120), ", ".join(arm["failed_items"][:3])), arm["why"])
-        self.assertEqual(len(arm["failed_items"]), min(100, failed))
+            bh.rate(arm["failures"], 120), ", ".join(arm["failed_items"][:3])), arm["why"])
+        self.assertEqual(len(arm["failed_items"]), min(100, arm["failures"]))
 
     def test_decisions_name_tokens_beside_calls(self):
         usage = {1: (80, 10), 2: (90, 20)}
@@ -4955,60 +4953,52 @@ class Trials(Reporting):
     # ---- statistics ----
 
     # failures, calls, upper limit: references computed independently of this program
-    UPPER = [(0, 5, 0.462975), (0, 20, 0.154030), (0, 73, 0.050321), (0, 74, 0.049727),
-             (0, 100, 0.038219), (0, 132, 0.029960), (0, 457, 0.009988), (1, 100, 0.064802),
-             (3, 50, 0.207677), (7, 200, 0.088558)]
+    UPPER = [(0, 0, 1), (0, 5, 0.462975), (5, 5, 1), (0, 74, 0.049727), (0, 132, 0.029960),
+             (0, 457, 0.009988), (1, 100, 0.064802), (3, 50, 0.207677), (7, 200, 0.088558)]
 
     def test_the_limits_of_a_failure_rate_are_the_published_ones(self):
         for failures, calls, upper in self.UPPER:
-            limits = bh.failure_limits(failures, calls)
-            self.assertAlmostEqual(limits.high, upper, places=6)
-            self.assertLessEqual(limits.low, failures / calls)
-        self.assertEqual(bh.failure_limits(0, 0), (0.0, 1.0))
-        self.assertEqual(bh.failure_limits(5, 5).high, 1.0)
+            low, high = bh.failure_limits(failures, calls)
+            self.assertAlmostEqual(high, upper, places=6)
+            self.assertLessEqual(low, failures / max(1, calls))
         for seen, bound, needed in ((0, 0.05, 74), (0, 0.03, 132), (0, 0.01, 457), (70, 0.05, 4),
                                     (74, 0.05, 0)):
             self.assertEqual(bh.calls_needed(0, seen, bound), needed)
         needed = 100 + bh.calls_needed(1, 100, 0.05)
-        self.assertLessEqual(bh.failure_limits(1, needed).high, 0.05)
-        self.assertGreater(bh.failure_limits(1, needed - 1).high, 0.05)
+        highs = [bh.failure_limits(1, calls).high for calls in (needed, needed - 1)]
+        self.assertTrue(highs[0] <= 0.05 < highs[1])
 
     def test_the_limits_of_a_rate_hold_however_often_one_looks(self):
         dice = random.Random(SEED)
         wrong = 0
         for _ in range(120):
             failures = 0
-            missed = False
+            missed = []
             for call in range(1, 301):
                 failures += dice.random() < 0.1
                 if call % 5 == 0:
                     low, high = bh.failure_limits(failures, call)
-                    missed = missed or not low <= 0.1 <= high
-            wrong += missed
+                    missed.append(not low <= 0.1 <= high)
+            wrong += any(missed)
         self.assertLessEqual(wrong, 14)     # 6 are expected at most; 14 would come once in 1,000
 
     def test_the_limits_of_a_mean_come_from_bets(self):
-        def high(values):
-            return bh.mean_limits(values).high
         self.assertEqual(bh.clean_calls(0.02), 157)
-        self.assertLess(high({0.0: 157}), 0.02)
-        self.assertLess(0.02, high({0.0: 150}))
-        rare = [high({1.0: count / 100, 0.0: count * 0.99}) for count in (500, 8000)]
-        self.assertLess(rare[1], min(0.018, rare[0]))
-        low, most = bh.mean_limits({})
-        self.assertTrue(low < -0.49 and most > 0.99)
-        for values in ({1.0: 40}, {-0.5: 40}, {0.5: 50, -0.5: 50}, {0.3: 100}):
-            low, most = bh.mean_limits(values)
-            mean = sum(value * count for value, count in values.items()) / sum(values.values())
-            self.assertTrue(low - 1e-6 <= mean <= most + 1e-6, values)
-            self.assertTrue(bh.shown_above(values, low - 0.001) or low < -0.49)
-            self.assertTrue(bh.shown_below(values, most + 0.001) or most > 0.99)
+        for values, below in (({0.0: 157}, 0.02), ({1.0: 80, 0.0: 7920}, 0.018)):
+            self.assertLess(bh.mean_limits(values).high, below)
+        self.assertGreater(bh.mean_limits({0.0: 150}).high, 0.02)
+        for values in ({}, {1.0: 40}, {-0.5: 40}, {0.5: 50, -0.5: 50}, {0.3: 100}):
+            low, high = bh.mean_limits(values)
+            mean = sum(value * n for value, n in values.items()) / max(1, sum(values.values()))
+            self.assertTrue(low - 1e-6 <= mean <= high + 1e-6, values)
+            self.assertTrue(low < -0.49 or bh.shown_above(values, low - 0.001))
+            self.assertTrue(high > 0.99 or bh.shown_below(values, high + 0.001))
         dice = random.Random(SEED)
         wrong = 0
         for _ in range(60):
             values = collections.Counter(dice.choices((-0.5, 0, 0, 0, 0.5, 1), k=200))
-            low, most = bh.mean_limits(values)
-            wrong += not low <= 1 / 6 <= most
+            low, high = bh.mean_limits(values)
+            wrong += not low <= 1 / 6 <= high
         self.assertLessEqual(wrong, 9)
 
     def test_evidence_is_there_once_size_1_and_its_repetition_have_answered(self):
@@ -5022,14 +5012,14 @@ class Trials(Reporting):
             self.assertEqual(bh.excess_of(range(len(here)), answers), excess)
 
     def test_kappa_and_mcnemar_are_the_published_ones(self):
-        pairs = {("p", "p"): 40, ("n", "n"): 35, ("p", "n"): 10, ("n", "p"): 5, ("u", "u"): 8,
-                 ("u", "p"): 2}
-        self.assertAlmostEqual(bh.kappa(pairs), 0.705373, places=6)
-        self.assertIsNone(bh.kappa({("p", "p"): 9}))
-        self.assertIsNone(bh.kappa({}))
-        for counts, p in (((8, 5), 0.4239501953), ((12, 5), 0.0962524414), ((38, 9), 1.52218e-05),
-                          ((0, 0), 1), ((5, 8), 0.4239501953)):
-            self.assertAlmostEqual(bh.mcnemar(*counts), p, places=9)
+        words = dict(zip(("pp", "nn", "pn", "np", "uu", "up"), (40, 35, 10, 5, 8, 2)))
+        for pairs, kappa in ((words, 0.705373), ({"pp": 9}, None), ({}, None)):
+            found = bh.kappa({tuple(pair): count for pair, count in pairs.items()})
+            self.assertEqual(found and round(found, 6), kappa)
+        for one, two, p in ((8, 5, 0.42395), (12, 5, 0.09625), (38, 9, 2e-05), (0, 0, 1),
+                            (5, 8, 0.42395)):
+            self.assertEqual(round(bh.mcnemar(one, two), 5), p)
+
 
 
 # ==================================================================================================
@@ -5037,31 +5027,29 @@ class Trials(Reporting):
 # ==================================================================================================
 
 class Reports(Reporting):
-    def test_rates_count_calls_with_numerator_and_denominator(self):
-        self.items_file(10)
-        model = self.model("name = str(number) if number in (5, 6) else name")
-        self.assertEqual(self.run_on("--batch-size", 5, "--workers", 1, model=model)[0], 1)
-        [arm] = self.arms()
-        self.assertEqual(pick(arm, "first_ok first rescued retried fallbacks answered quarantined"),
-                         (1, 2, 0, 1, 7, 8, 2))
-        self.assertEqual(arm["verdicts"], {"ok": 4, "set_mismatch": 6})
-        for words in ("first pass ok 1 of 2 (50.0 %)", "verdicts set_mismatch 6, ok 4"):
+    def served(self, script, count, *more, **figures):
+        """The arms of a run on an endpoint; `figures` are those of the first."""
+        self.ask(self.serve(script), count, "--ledger", "t.jsonl", *more)
+        arms = self.arms()
+        self.assertEqual({name: arms[0][name] for name in figures}, figures)
+        return arms
+
+    def test_rates_count_calls_of_full_batches_with_numerator_and_denominator(self):
+        def script(prompt, n):
+            texts = {text[-1] for _, text in asked_in(prompt)}
+            return completion("no" if texts & {"5", "6"} else reply_to_prompt(prompt))
+        self.served(script, 12, "--batch-size", 5, first=2, first_ok=1, rescued=0, retried=1,
+                    fallbacks=7, answered=10, quarantined=2, verdicts={"ok": 5, "not_json": 6})
+        for words in ("first pass ok 1 of 2 (50.0 %)", "verdicts not_json 6, ok 5"):
             self.assertIn(words, self.text())
-        self.items_file(5)
-        self.run_on("--batch-size", 2, ledger="full.jsonl")
-        self.assertEqual([pick(arm, "size calls first") for arm in self.arms(ledger="full.jsonl")],
-                         [(2, 3, 2)])                       # the last batch is not full
-        self.items_file(1)
-        self.run_on(ledger="one.jsonl")
-        self.assertFalse([count for count in self.arms(ledger="one.jsonl")[0].values()
-                          if isinstance(count, bool)])
 
     def test_unknown_tokens_are_not_zero(self):
-        usages = [{"prompt_tokens": 10, "completion_tokens": 2}] * 3 + [
-            {}, None, {"prompt_tokens": "10", "completion_tokens": 2}]
-        self.ask(self.serve(lambda prompt, n: completion(
-            reply_to_prompt(prompt), usage=usages[n - 1])), 6, "--ledger", "t.jsonl")
+        known = {"prompt_tokens": 10, "completion_tokens": 2}
+        usages = [known, known, known, {}, None, dict(known, prompt_tokens="10")]
+        [arm] = self.served(lambda prompt, n: completion(
+            reply_to_prompt(prompt), usage=usages[n - 1]), 6)
         self.assertIn("tokens 30 in, 6 out tokens unknown for 3 of 6 (50.0 %) calls", self.text())
+        self.assertFalse([count for count in arm.values() if isinstance(count, bool)])
 
     def test_items_in_quarantine_are_counted_as_they_stand(self):
         self.items_file(4)
@@ -5080,10 +5068,9 @@ class Reports(Reporting):
 
     def test_normalisations_and_reordered_replies_are_tallied(self):
         def script(prompt, n):
-            return completion("```json\n%s\n```" % json.dumps(
-                json.loads(reply_to_prompt(prompt))[::-1]))
-        self.ask(self.serve(script), 4, "--batch-size", 2, "--ledger", "t.jsonl")
-        self.assertEqual(pick(self.arms()[0], "normalised reordered"), ({"fence": 2}, 2))
+            rows = json.loads(reply_to_prompt(prompt))
+            return completion("```json\n%s\n```" % json.dumps(rows[::-1]))
+        self.served(script, 4, "--batch-size", 2, normalised={"fence": 2}, reordered=2)
 
     def test_reordered_replies_are_compared_apart(self):
         arm = self.labelled(
@@ -5091,35 +5078,28 @@ class Reports(Reporting):
         rows = [row for row in self.rows("t.jsonl") if row.get("reordered")]
         names = [name for row in rows for name in row["batch"]]
         bad = {bh.item_id("text number %d" % n) for n in range(0, 40, 3)}
-        self.assertGreater(len(rows), 2)
-        self.assertEqual(arm["reordered"], len(rows))
-        self.assertAlmostEqual(arm["agreement_reordered"],
-                               sum(name in bad for name in names) / len(names))
+        self.assertEqual(pick(arm, "reordered agreement_reordered"),
+                         (len(rows), sum(name in bad for name in names) / len(names)))
         self.assertIn("reordered replies %d; " % len(rows), self.text())
 
     def test_where_the_model_changed_is_named_by_line(self):
         served = dict.fromkeys((4, 5), "served-2")
-        self.ask(self.serve(lambda prompt, n: completion(
-            reply_to_prompt(prompt), model=served.get(n, "served-1"))), 8, "--ledger", "t.jsonl")
-        data = json.loads(self.report("--json")[1])
-        self.assertEqual([pick(one, "line before after asked") for one in data["model_changes"]],
-                         [(5, "served-1", "served-2", "openai:asked-1"),
-                          (7, "served-2", "served-1", "openai:asked-1")])
-        self.assertEqual([pick(arm, "model_string calls") for arm in data["arms"]],
+        arms = self.served(lambda prompt, n: completion(
+            reply_to_prompt(prompt), model=served.get(n, "served-1")), 8)
+        self.assertEqual([pick(arm, "model_string calls") for arm in arms],
                          [("served-1", 6), ("served-2", 2)])
-        self.assertIn("the model changed: openai:asked-1 was served-1, and is served-2 from line 5",
-                      self.text())
+        for one, other, line in (("served-1", "served-2", 5), ("served-2", "served-1", 7)):
+            self.assertIn("the model changed: openai:asked-1 was %s, and is %s from line %d of"
+                          % (one, other, line), self.text())
+        self.assertEqual(len(json.loads(self.report("--json")[1])["model_changes"]), 2)
 
     def test_a_refusal_counts_where_the_model_that_was_asked_answered(self):
         no = json.dumps({"error": {"message": "no", "code": "content_filter"}}).encode()
 
         def script(prompt, n):
             return (400, no, {}) if "number 3" in prompt else completion(reply_to_prompt(prompt))
-        self.ask(self.serve(script), 8, "--batch-size", 2, "--ledger", "t.jsonl")
-        [arm] = self.arms()
-        self.assertEqual(pick(arm, "model_string first first_ok quarantined"),
-                         ("served-1", 4, 3, 1))
-        self.assertEqual(arm["verdicts"], {"ok": 4, "rejected": 2})
+        self.served(script, 8, "--batch-size", 2, model_string="served-1", first=4, first_ok=3,
+                    quarantined=1, verdicts={"ok": 4, "rejected": 2})
 
     def test_models_that_name_themselves_not_are_told_apart_by_what_was_asked(self):
         self.items_file(4)
@@ -5134,27 +5114,23 @@ class Reports(Reporting):
 
     def test_what_has_no_known_task_is_not_compared_and_the_report_says_so(self):
         self.items_file(6)
-        self.gold([(n, "a") for n in range(6)])
+        gold = self.gold([(n, "a") for n in range(6)])
         fields = {"x": {"enum": ["a", "b"]}, "y": {"type": "integer"}}
         self.write("task.json", json.dumps({"fields": fields}))
         for size, ledger in ((1, "a.jsonl"), (2, "b.jsonl")):
             self.run_on("--task", "task.json", "--batch-size", size, ledger=ledger)
         [run, *rows] = self.bytes("a.jsonl").split(b"\n")
-        task = {"fields": {"x": {"type": "string"}}}
-        other = json.dumps(dict(json.loads(run), task=task)).encode()
-        lost = {"gone.jsonl": rows, "torn.jsonl": [run[:200], *rows],
-                "again.jsonl": [run[:200], *rows[:3], run, *rows[3:]]}
-        edited = {"other.jsonl": [other, *rows], "both.jsonl": [run, *rows[:3], other, *rows[3:]]}
-        for path, lines in {**lost, **edited}.items():
+        other = run.replace(b'"y": {', b'"z": {}, "y": {')
+        for path, lines in (("gone.jsonl", rows), ("torn.jsonl", [run[:200], *rows]),
+                            ("again.jsonl", [run[:200], *rows[:3], run, *rows[3:]]),
+                            ("both.jsonl", [run, *rows[:3], other, *rows[3:]])):
             self.write(path, b"\n".join(lines))
             for ledgers in (path + " b.jsonl", "b.jsonl " + path, path):
-                for more in ((), ("--html", "page.html", "--input", "items.jsonl"),
-                             ("--input", "gold.jsonl", "--gold-field", "gold")):
+                for more in (("--html", "page.html", "--input", "items.jsonl"), gold):
                     code, out, err = self.report(*more, ledger=ledgers)
                     self.assertNotIn("fault of its own", err)
-                    if path in lost and code == 0:
-                        self.assertIn("not compared: the row of the run, which tells the task, "
-                                      "is damaged or gone", said(out))
+                    self.assertEqual("not compared: the row of the run, which tells the task, is "
+                                     "damaged or gone" in said(out), path != "both.jsonl")
         arms = self.arms(ledger="b.jsonl gone.jsonl")
         self.assertEqual([pick(arm, "decision compared answered") for arm in arms],
                          [("baseline first", 0, 6), ("not compared", 0, 6)])
@@ -5176,25 +5152,21 @@ class Reports(Reporting):
         self.items_file(6)
         self.trial("--sizes", "1,2")
         lines = self.bytes("t.jsonl").split(b"\n")
-        for place, odd in (
-                *((0, {"arms": odd}) for odd in (5, [0])), (0, {"batch": 5}),
-                *((1, {"arm": odd}) for odd in ("<script>x</script>", [1])),
-                *((1, {"text_sha": odd}) for odd in (True, [[]], "x")),
-                (1, {"sources": 5}), (1, {"batch": [None]}), (1, {"size": 0}), (1, {"size": -2}),
-                (1, {"attempt": 0})):
+        for place, member, odd in (
+                (0, "arms", 5), (0, "arms", [0]), (1, "arm", "<script>x</script>"), (1, "arm", [1]),
+                (1, "text_sha", True), (1, "text_sha", [[]]), (1, "sources", 5),
+                (1, "batch", [None]), (1, "size", 0), (1, "attempt", 0)):
             edited = list(lines)
-            edited[place] = json.dumps(dict(json.loads(lines[place]), **odd)).encode()
+            edited[place] = json.dumps({**json.loads(lines[place]), member: odd}).encode()
             self.write("o.jsonl", b"\n".join(edited))
             code, out, err = self.report("--html", "page.html", ledger="o.jsonl")
             self.assertEqual((code, err), (0, "the page is in page.html\n"), odd)
             self.assertIn("damaged lines, skipped: %d (o.jsonl)" % (place + 1), said(out))
             self.assertNotIn(b"<script", self.bytes("page.html"))
-            self.assertIn(self.main("explain", "0", "--ledger", "o.jsonl")[0], (0, 2), odd)
-            self.assertIn(self.trial("--sizes", "1,2", ledger="o.jsonl")[0], (0, 2), odd)
-        self.run_on(ledger="r.jsonl")
-        [run, *rows] = self.bytes("r.jsonl").split(b"\n")
-        self.write("r.jsonl", b"\xef\xbb\xbf" + b"\n".join([*rows[:-1], run, b""]))
-        self.assertEqual(self.export(ledger="r.jsonl")[0], 0)
+            for command in (("explain", "0", "--ledger", "o.jsonl"),
+                            ("trial", "--sizes", "1,2", "--model", "demo", "--ledger", "o.jsonl",
+                             "--input", "items.jsonl")):
+                self.assertIn(self.main(*command)[0], (0, 2), odd)
 
     def test_a_report_is_refused_before_anything_is_written(self):
         self.items_file(4)
@@ -5299,38 +5271,36 @@ class Reports(Reporting):
         for more, expected in ((("--input", "items.jsonl"), "size 1"), (gold, "gold")):
             page = self.page(*more)
             matrix = page.split("arm 2, size 2: answers to answer, by " + expected)[1]
-            matrix = matrix.split("</table>")[0]
-            found = re.findall('<td title="(?:good|bad)">([0-9]+)</td>', matrix)
+            found = re.findall('<td title="(?:good|bad)">([0-9]+)</td>', matrix)[:4]
             counts = [int(n) for n in found]
-            self.assertEqual((sum(counts), counts[2], counts[2] + counts[3]), (60, 0, 20))
-            texts = page.split("Texts and their answers")[1].split("<h2>")[0]
-            self.assertEqual('<td title="gold">' in texts, more is gold)
-            asked = page.split("what was asked")[1]
+            self.assertEqual((sum(counts), counts[2], counts[3]), (60, 0, 20))
+            self.assertEqual("<th>gold</th>" in page.split("Texts and")[1].split("<tr>")[1],
+                             more is gold)
             for words in ("Say which", "items.jsonl", "60", "20[0-9-]{8}T", "enum"):
-                self.assertRegex(asked, words)
+                self.assertRegex(page.split("what was asked")[1], words)
 
     def test_the_page_shows_the_first_texts_that_have_answers(self):
         self.items_file(400)
         self.trial("--sizes", "1", "--sample", 150)
-        found = re.findall('<td title="text">text number ([0-9]+)</td><td .*?>(.*?)</td>',
-                           self.page("--input", "items.jsonl"))
-        self.assertNotIn("-", [answer for _, answer in found])
         answered = {name for row in self.rows("t.jsonl") for name in row["batch"]}
-        self.assertEqual(
-            [int(n) for n, _ in found],
-            [n for n in range(400) if bh.item_id("text number %d" % n) in answered][:100])
+        texts = ["text number %d" % n for n in range(400)]
+        found = self.inspected("--input", "items.jsonl")
+        self.assertEqual([row[1] for row in found],
+                         [text for text in texts if bh.item_id(text) in answered][:100])
+        self.assertNotIn("-", [row[2] for row in found])
 
     def test_the_page_needs_nothing_and_escapes_everything(self):
-        import html.parser
+        import xml.etree.ElementTree
         evil = '<script>alert("x")</script> & "quoted" \'text\' $body \u2028 \u5feb\u9012'
-        rows = [{"id": n, "text": "%s %d" % (evil, n)} for n in range(6)]
-        self.write("items.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        rows = [json.dumps({"id": n, "text": "%s %d" % (evil, n)}) for n in range(6)]
+        self.write("items.jsonl", "\n".join(rows))
 
         def script(prompt, n):
             asked = asked_in(prompt)
-            rows = [{"id": name, "answer": "<i>\u2028" + evil} for name, _ in asked]
-            bad = len(asked) == 2 and n % 2
-            return completion("<img src=x>" if bad else json.dumps(rows), model="<b>m</b>")
+            reply = "<img src=x>"
+            if len(asked) == 1 or n % 2 == 0:
+                reply = reply_to_prompt(prompt, "<i>\u2028" + evil)
+            return completion(reply, model="<b>m</b>")
         self.trial("--sizes", "1,2", "--workers", 1, "--on-failure", "exclude", "--attempts", 1,
                    "--base-url", self.serve(script).base, "--instruction", "<h1>Judge</h1>",
                    model="openai:<u>")
@@ -5339,21 +5309,9 @@ class Reports(Reporting):
                     "src=", "@import", "url("):
             self.assertNotIn(raw, page.replace("http://127.0.0.1", ""), raw)
         for part in ("&lt;script&gt;alert(&quot;x&quot;)", "$body", "\u5feb\u9012",
-                     "or in quarantine", "prefers-color-scheme: dark", "width=device-width"):
+                     'class="marked"', "prefers-color-scheme: dark", "width=device-width"):
             self.assertIn(part, page)
-        self.assertIn('class="marked"', page)               # what is in quarantine
-        opened, tags = [], set()
-
-        class Checker(html.parser.HTMLParser):
-            def handle_starttag(self, tag, attrs):
-                tags.add(tag)
-                if tag != "meta":
-                    opened.append(tag)
-
-            def handle_endtag(self, tag):
-                assert opened.pop() == tag
-        Checker().feed(page)
-        self.assertEqual(opened, [])
+        tags = {node.tag for node in xml.etree.ElementTree.fromstring(page).iter()}
         self.assertLessEqual(tags, set(
             "html head meta title style body h1 h2 p div table tr th td".split()))
 
