@@ -5860,18 +5860,15 @@ def sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
 
 
 def page_sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
-    """What the page alone shows: which label came, for that of gold or size 1; what was asked."""
+    """What the page alone shows: which label came, for that of size 1 or gold; what was asked."""
     for data in datas:
-        expected = "size 1"
-        tables = {name: field["confusion"] for name, field in data["fields"].items()
-                  if data["compared"] and field["labels"]}
-        if data.get("judged"):
-            expected = "gold"
-            tables = data["gold_confusion"]
-        for name, table in tables.items():
-            rows = [(label, *row.values()) for label, row in table.items()]
-            title = "%s: answers to %s, by %s" % (data["title"], name, expected)
-            yield title, (expected, *table), rows
+        met = {name: field["confusion"] for name, field in data["fields"].items()
+               if data["compared"] and field["labels"]}
+        for expected, tables in (("size 1", met), ("gold", data.get("gold_confusion", {}))):
+            for name, table in tables.items():
+                rows = [(label, *row.values()) for label, row in table.items()]
+                title = "%s: answers to %s, by %s" % (data["title"], name, expected)
+                yield title, (expected, *table), rows
     for run in reading.runs.values():
         yield "what was asked", (), list(members(ASKED, {**run["task"], **run}))
 
@@ -5942,6 +5939,7 @@ div { overflow-x: auto }
 table { border-collapse: collapse; font-size: .9rem }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left;
  vertical-align: top; min-width: 3rem; max-width: 40rem; white-space: pre-wrap }
+td[title=""]:first-child { opacity: .7 }
 .marked { background: var(--soft) }
 h2::first-letter { text-transform: uppercase }
 @media (max-width: 40rem) {
