@@ -5204,11 +5204,14 @@ COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallb
           "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
           "items", "failed_items", "verdicts", "normalised")
 SHARES = (                              # name, the part, the whole
-    ("first_pass", "first_ok", "first"), ("calls_per_item", "calls", "items"),
-    ("agreement", "same", "compared"), ("floor", "floor_same", "floor_compared"),
+    ("first_pass", "first_ok", "first"),
+    ("calls_per_item", "calls", "items"),
+    ("agreement", "same", "compared"),
+    ("floor", "floor_same", "floor_compared"),
     ("agreement_reordered", "reordered_same", "reordered_compared"),
     ("half_first", "first_differ", "first_compared"),
-    ("half_second", "second_differ", "second_compared"))
+    ("half_second", "second_differ", "second_compared"),
+)
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Lines = Iterator[Tuple[str, str]]       # label, words
@@ -5603,9 +5606,14 @@ def reasons(found: Comparison, options: Settings) -> Lines:
 def decision_of(found: Comparison, data: Data, options: Settings) -> Tuple[str, str]:
     """The decision on an arm's size, and why."""
     words = Words(
-        data, low=found.shift.low, high=found.shift.high, failure_high=found.rates.high,
-        batches=sum(found.excess.values()), singles=found.singles,
-        single_failures=found.base.failures, single_first=found.base.first,
+        data,
+        low=found.shift.low,
+        high=found.shift.high,
+        failure_high=found.rates.high,
+        batches=sum(found.excess.values()),
+        singles=found.singles,
+        single_failures=found.base.failures,
+        single_first=found.base.first,
         max_failure=options.max_failure)
     by_decision = itertools.groupby(reasons(found, options), operator.itemgetter(0))
     decision, first = next(by_decision)
@@ -5666,10 +5674,15 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Data:
     won = len((right - single) & set(one))
     pairs = collections.Counter((known[key], here[key][place]) for key in judged)
     return {
-        "accuracy": share(len(right), len(judged)), "judged": len(judged), "right": len(right),
-        "lost": lost, "won": won, "p": mcnemar(lost, won),
+        "accuracy": share(len(right), len(judged)),
+        "judged": len(judged),
+        "right": len(right),
+        "lost": lost,
+        "won": won,
+        "p": mcnemar(lost, won),
         "gold_unknown": len(gold) - len(known),
-        "gold_confusion": {field: confusion(labels, pairs)}}
+        "gold_confusion": {field: confusion(labels, pairs)},
+    }
 
 
 def label_words(schema: Any) -> List[str]:
@@ -5692,7 +5705,10 @@ def field_data(found: Comparison) -> Iterator[Tuple[str, Data]]:
         labels = label_words(schema)
         same = sum(count for (left, right), count in pairs.items() if left == right)
         data: Dict[str, Any] = {
-            "agreement": share(same, len(found.both)), "labels": bool(labels), "kappa": None}
+            "agreement": share(same, len(found.both)),
+            "labels": bool(labels),
+            "kappa": None,
+        }
         if labels:
             given = collections.Counter(answer[place] for answer in here.values())
             data["kappa"] = kappa(pairs)
@@ -5706,14 +5722,22 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     figures = found.figures
     ms: List[Any] = sorted(figures.ms) or [None]
     data = {
-        **figures.group._asdict(), **{name: getattr(figures, name) for name in COUNTS},
-        "asked": figures.asked, "fell_back": len(figures.fell_back),
-        "first_pass_low": 1 - found.rates.high, "first_pass_high": 1 - found.rates.low,
-        "tokens_per_item": tokens_per_item(figures), "cost": saving(found),
-        "ms_p50": ms[len(ms) // 2], "ms_p95": ms[int(0.95 * len(ms))],
+        **figures.group._asdict(),
+        **{name: getattr(figures, name) for name in COUNTS},
+        "asked": figures.asked,
+        "fell_back": len(figures.fell_back),
+        "first_pass_low": 1 - found.rates.high,
+        "first_pass_high": 1 - found.rates.low,
+        "tokens_per_item": tokens_per_item(figures),
+        "cost": saving(found),
+        "ms_p50": ms[len(ms) // 2],
+        "ms_p95": ms[int(0.95 * len(ms))],
         "differing_items": found.differing[:SHOWN_ITEMS],
-        "difference_low": None, "difference_high": None,
-        "fields": dict(field_data(found)), "kappa": None}
+        "difference_low": None,
+        "difference_high": None,
+        "fields": dict(field_data(found)),
+        "kappa": None,
+    }
     for name, part, whole in SHARES:
         data.setdefault(part, found.tally[part])
         data.setdefault(whole, found.tally[whole])
@@ -5893,8 +5917,10 @@ def notes(reading: Reading) -> Iterator[str]:
         if log.damaged:
             yield "damaged lines, skipped: %s (%s)" % (some_of(log.damaged), path)
         if log.broken:
-            yield "lines that do not follow the one before (edited, removed or repeated): %s (%s)" % (
-                some_of(log.broken), path)
+            yield BROKEN % (some_of(log.broken), path)
+
+
+BROKEN = "lines that do not follow the one before (edited, removed or repeated): %s (%s)"
 
 
 def some_of(numbers: Sequence[int]) -> str:
@@ -5927,8 +5953,8 @@ def print_section(section: Section, out: Speaker) -> None:
 # ---- words -> page ----
 
 PAGE = string.Template("""<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"/>
-<meta name="viewport" content="width=device-width, initial-scale=1"/><title>batch_harness: report</title><style>
+<html lang="en"><head><meta charset="utf-8"/><title>batch_harness: report</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"/><style>
 :root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --soft: #fff3d6 }
 @media (prefers-color-scheme: dark) {
  :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --soft: #3a3016 } }
@@ -6186,7 +6212,8 @@ SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")
 Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
 
 
-def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Exported]:
+def exported(source: Source, task: Task, paths: Sequence[str],
+             id_length: int) -> Iterator[Exported]:
     """Every row of the input in its order, with what the ledgers hold for its text."""
     places = settled_places(paths, task)                # a file position an item, no row
     settling = functools.lru_cache(maxsize=1)(row_at)   # neighbours in the input may share a batch
