@@ -4523,53 +4523,17 @@ class BatchJobs(EndpointCase):
 # TRIAL AND STATISTICS
 # ====================================================================================================================
 
-class Trials(EndpointCase):
-    def trial(self, *more):
-        return self.main("trial", "--input", "items.jsonl", "--model", "demo", "--ledger", "t.jsonl", *more)
+def pick(data, names):
+    return tuple(data[name] for name in names.split())
 
-    def test_every_arm_asks_the_same_sample_at_its_own_size(self):
-        self.items_file(40)
-        code, out, err = self.trial("--sample", "12", "--sizes", "1,1,2,5")
-        self.assertEqual(code, 0, out + err)
-        rows = self.rows("t.jsonl")
-        asked = [[name for row in rows if row["arm"] == arm for name in row["batch"]] for arm in range(4)]
-        least = sorted(bh.text_digest("text number %d" % n) for n in range(40))[:12]
-        for names in asked:
-            self.assertEqual(sorted(names), [digest[:12] for digest in least])
-        self.assertEqual([sorted({row["size"] for row in rows if row["arm"] == arm}) for arm in range(4)], [[1], [1], [2], [5]])
-        self.assertEqual([row["arms"] for row in self.rows("t.jsonl", "run")], [[1, 1, 2, 5]])
-        self.assertIn("48 of 48 items answered", out)
 
-    def test_the_sample_does_not_depend_on_the_order_of_the_input(self):
-        self.items_file(30)
-        self.trial("--sample", "7", "--sizes", "1")
-        names = {name for row in self.rows("t.jsonl") for name in row["batch"]}
-        os.remove("t.jsonl")
-        with open("items.jsonl") as file:
-            lines = file.readlines()
-        self.write("items.jsonl", "".join(reversed(lines)))
-        self.trial("--sample", "7", "--sizes", "1")
-        self.assertEqual({name for row in self.rows("t.jsonl") for name in row["batch"]}, names)
+def said(lines):
+    """A page's or a report's text with single spaces, so that columns may move."""
+    return " ".join(lines.split())
 
-    def test_arms_get_on_alike_in_time(self):
-        self.items_file(60)
-        self.trial("--sizes", "1,1,2,5", "--workers", "1")
-        seen = collections.Counter()
-        for row in self.rows("t.jsonl"):
-            seen[row["arm"]] += len(row["batch"])
-            self.assertLessEqual(max(seen.values()) - min(seen[arm] for arm in range(4)), 8)
 
-    def test_a_trial_is_resumed_and_then_a_no_op(self):
-        self.items_file(30)
-        code, out, err = self.trial("--max-calls", "20", "--workers", "1")
-        self.assertEqual((code, len(self.rows("t.jsonl"))), (3, 20))
-        self.assertEqual(self.trial()[0], 0)
-        rows = self.rows("t.jsonl")
-        self.assertEqual(collections.Counter((row["arm"], name) for row in rows for name in row["batch"]).most_common(1)[0][1], 1)
-        self.assertEqual(len(rows), 30 + 30 + 15)
-        before = self.bytes("t.jsonl")
-        self.assertIn("nothing to do: 90 of 90 items answered", self.trial()[1])
-        self.assertEqual(self.bytes("t.jsonl"), before)
+class Reporting(EndpointCase):
+    """Ledgers of a model of the user's own, and what the commands say of them."""
 
     MODEL = """
 import re
@@ -4581,800 +4545,835 @@ def ask(prompt):
     for place, (name, text) in enumerate(found):
         number = int(text.split()[-1])
         label = "good" if number % 3 else "bad"
+        many = len(found) > 1
+        where = place
         TWIST
-        rows.append('{"id": "%s", "answer": "%s"}' % (name, label))
+        rows.insert(where, '{"id": "%s", ANSWER}')
     return "[" + ", ".join(rows) + "]"
 """
 
-    def decisions(self, count, twist, *more, sizes="1,1,2", report=()):
-        """Arms of a trial with a model of the user's own, as data, by their place."""
+    def model(self, twist="pass", answer="""'{"id": "%s", "answer": "%s"}' % (name, label)"""):
+        code = self.MODEL.replace("TWIST", twist).replace("""'{"id": "%s", ANSWER}'""", answer)
+        self.write("model.py", code)
+        return "py:model.py:ask"
+
+    def task_file(self, **fields):
+        self.write("task.json", json.dumps({"fields": fields}))
+
+    def run_on(self, *words, ledger="t.jsonl", model="demo", command=()):
+        return self.main(*command, "--input", "items.jsonl", "--ledger", ledger, "--model", model,
+                         *words)
+
+    def trial(self, *more, **how):
+        return self.run_on(*more, command=["trial"], **how)
+
+    def labelled(self, count, twist="pass", *more):
+        """A trial of labels, two of three of which are good; its arms as data."""
         self.items_file(count)
-        self.write("model.py", self.MODEL.replace("TWIST", twist))
-        code, out, err = self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--workers", "1", "--labels", "good,bad", "--instruction", "Judge.",
-                                   "--sample", str(count), "--sizes", sizes, "--ledger", "t.jsonl", *more)
-        self.assertIn(code, (0, 1), out + err)
-        self.code, out, err = self.main("report", "--ledger", "t.jsonl", "--json", *report)
-        arms = {arm["arm"]: arm for arm in json.loads(out)["arms"]}
-        os.remove("t.jsonl")
-        return arms
-
-    def test_a_size_that_keeps_form_and_answers_is_safe(self):
-        arms = self.decisions(330, "pass", report=["--fail-unless-safe", "2"])
-        self.assertEqual([arms[n]["decision"] for n in range(3)], ["baseline", "baseline", "safe"], arms[2]["why"])
-        self.assertEqual((arms[2]["agreement"], arms[2]["kappa"], arms[2]["floor"], arms[2]["half_first"], self.code), (1.0, 1.0, 1.0, 0.0, 0))
-        self.assertIn("0.50 calls an item instead of 1.00, and fewer until 33 % of first passes fail", arms[2]["why"])
-        self.assertAlmostEqual(1 - arms[2]["first_pass_low"], bh.failure_limits(0, 165).high)
-
-    def test_a_size_that_changes_answers_is_not_safe_though_its_form_is_perfect(self):
-        arms = self.decisions(400, "label = 'good' if place and number % 3 == 0 else label", report=["--fail-unless-safe", "2"])
-        self.assertEqual((arms[2]["decision"], self.code), ("not safe", 1), arms[2]["why"])
-        self.assertIn("answers differ", arms[2]["why"])
-        self.assertEqual((arms[2]["half_first"], arms[2]["first_pass"]), (0.0, 1.0))
-        self.assertGreater(arms[2]["half_second"], 0.05)
-
-    def test_a_model_that_disagrees_with_itself_is_not_held_against_the_size(self):
-        arms = self.decisions(400, "label = 'bad' if hash((number, asked[prompt], len(found))) % 10 == 0 else label")
-        self.assertNotEqual(arms[2]["decision"], "not safe")
-        self.assertLess(arms[2]["agreement"], 1)
-
-    def test_a_size_that_breaks_the_form_is_not_safe(self):
-        arms = self.decisions(240, "name = '0' if place and number % 2 else name")
-        self.assertEqual(arms[2]["decision"], "not safe", arms[2]["why"])
-        self.assertIn("first passes fail in more than 5.0 %", arms[2]["why"])
-
-    def test_what_is_too_little_to_say_is_said(self):
-        self.assertEqual(self.decisions(49, "pass")[2]["decision"], "baseline first")
-        arms = self.decisions(120, "pass")
-        self.assertEqual(arms[2]["decision"], "not yet")
-        self.assertIn("14 clean calls more", arms[2]["why"])
-        self.assertIn("calls would settle it", self.decisions(160, "pass")[2]["why"])
-        self.assertIn("no second arm of size 1", self.decisions(160, "pass", sizes="1,2")[1]["why"])
-
-    def test_not_safe_is_said_before_the_baseline_is_complete(self):
-        arms = self.decisions(20, "label = 'other'[:4] if 0 else 'good' if place else 'bad'")
-        self.assertEqual((arms[2]["decision"], arms[2]["compared"]), ("not safe", 20), arms[2]["why"])
-        arms = self.decisions(20, "label = 'good' if place and number % 9 == 0 else label")
-        same = arms[2]["same"]
-        self.assertEqual(arms[2]["decision"], "baseline first")
-        self.assertIn("40 of 100 single first calls of this model and task", arms[2]["why"])
-        self.assertIn("%s answers are as at size 1, against a floor of 20 of 20 (100.0 %%)"
-                      % bh.rate(same, 20), arms[2]["why"])
-
-    def test_decisions_name_tokens_beside_calls(self):
-        usage = {1: (80, 10), 2: (90, 20)}
-
-        def script(prompt, number):
-            tokens_in, tokens_out = usage[len(asked_in(prompt))]
-            return completion(reply_to_prompt(prompt), usage={
-                "prompt_tokens": tokens_in, "completion_tokens": tokens_out})
-        server = self.serve(script)
-        self.items_file(330)
-        self.main("trial", "--input", "items.jsonl", "--model", "openai:m", "--base-url", server.base,
-                  "--sample", "330", "--ledger", "t.jsonl")
-        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
-        self.assertEqual((arm["decision"], arm["tokens_per_item"]), ("safe", 55))
-        self.assertIn("50 % of the calls and 61 % of the tokens of size 1: 0.50 calls", arm["why"])
-
-    def test_the_report_begins_with_an_arm_a_line_and_the_labels_as_bars(self):
-        self.items_file(30)
-        self.trial("--labels", "good,\u8d28\u91cf", "--sizes", "1,1,2,5")
-        lines = {}
-        for width in (0, 40, 80, 120):
-            with mock.patch.object(bh.Speaker, "width", width):
-                lines[width] = self.main("report", "--ledger", "t.jsonl")[1].splitlines()
-        for width in (0, 80, 120):
-            rows = [re.split("  +", line) for line in lines[width][:5]]
-            self.assertEqual(rows[0], ["arm", "size", "form", "calls", "first pass", "agrees",
-                                       "floor", "tok/item", "decision"])
-            self.assertEqual(rows[3][:4] + rows[3][-1:], ["2", "2", "list", "15", "baseline first"])
-        self.assertIn("decision   baseline first", lines[40])
-        for width in (40, 80, 120):
-            self.assertLess(max(map(len, lines[width])), width)
-            bars = lines[width].index("arm 2, size 2: answer")
-            for line in lines[width][bars + 1:bars + 3]:
-                self.assertRegex(line, "^  (good|\u8d28\u91cf)  #* +[0-9]+ \\([0-9.]+ %\\)$")
-
-    def test_the_page_shows_right_answers_and_which_label_came_for_which(self):
-        rows = [{"text": "text number %d" % n, "gold": "good" if n % 3 else "bad"} for n in range(60)]
-        self.write("gold.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        gold = ["--input", "gold.jsonl", "--gold-field", "gold"]
-        for more, expected in (([], "size 1"), (gold, "gold")):
-            self.decisions(60, "label = 'bad' if place else label",
-                           report=["--html", "page.html", "--input", "items.jsonl", *more])
-            page = self.bytes("page.html").decode()
-            matrix = page.split("arm 2, size 2: answers to answer, by %s" % expected)[1].split("</table>")[0]
-            counts = [int(n) for n in re.findall('<td title="(?:good|bad)">([0-9]+)</td>', matrix)]
-            self.assertEqual((sum(counts), counts[2], counts[2] + counts[3]), (60, 0, 20))
-            self.assertEqual('<td title="gold">' in page.split("Texts and their answers")[1].split("<h2>")[0],
-                             bool(more))
-            for words in ("Judge.", "items.jsonl: 60 rows, 60 items", "20[0-9-]{8}T", "enum"):
-                self.assertRegex(page.split("What was asked")[1], words)
-
-    def test_the_report_takes_ledgers_of_their_own_for_every_size(self):
-        self.items_file(330)
-        for size, ledger in ((1, "a.jsonl"), (1, "b.jsonl"), (2, "c.jsonl")):
-            self.main("--input", "items.jsonl", "--model", "demo", "--batch-size", size, "--ledger", ledger)
-        arms = json.loads(self.main("report", "--ledger", "a.jsonl", "b.jsonl", "c.jsonl", "--json")[1])["arms"]
-        self.assertEqual([(arm["ledger"], arm["size"], arm["decision"]) for arm in arms],
-                         [("a.jsonl", 1, "baseline"), ("b.jsonl", 1, "baseline"), ("c.jsonl", 2, "safe")])
-        text = self.main("report", "--ledger", "a.jsonl", "b.jsonl", "c.jsonl")[1]
-        self.assertIn("agrees with size 1 330 of 330 (100.0 %) answers; floor: size 1 with itself 330 of 330 (100.0 %)", text)
-        self.assertIn("answer 100.0 % (free text: to differ is no error)", text)
-        self.assertIn("decision           safe: first passes fail in at most", text)
-
-    def test_a_keyed_form_is_no_evidence(self):
-        self.items_file(330)
-        self.main("trial", "--input", "items.jsonl", "--model", "demo", "--structured", "--ledger", "t.jsonl", "--sample", "330")
-        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
-        self.assertEqual((arm["form"], arm["decision"]), ("keyed", "not yet"))
-
-    def test_gold_labels_give_accuracy_and_what_a_size_lost(self):
-        rows = [{"text": "text number %d" % n, "gold": "good" if n % 3 else "bad"} for n in range(120)]
-        self.write("gold.jsonl", "".join(json.dumps(row) + "\n" for row in rows + [{"text": "unlabelled 7", "gold": None}]))
-        arms = self.decisions(120, "label = 'good' if place and number % 3 == 0 else label", report=["--input", "gold.jsonl", "--gold-field", "gold"])
-        lost = len(arms[2]["differing_items"])
-        self.assertGreater(lost, 10)
-        self.assertEqual((arms[0]["accuracy"], arms[1]["accuracy"], arms[2]["accuracy"]), (1.0, 1.0, (120 - lost) / 120))
-        self.assertEqual((arms[2]["lost"], arms[2]["won"], arms[2]["gold_unknown"]), (lost, 0, 0))
-        self.assertAlmostEqual(arms[2]["p"], bh.mcnemar(lost, 0))
-        self.write("l.jsonl", "")
-        for words, said in ((["--gold-field", "gold"], "--input"), (["--input", "gold.jsonl", "--gold-field", "none"], "check --gold-field")):
-            code, out, err = self.main("report", "--ledger", "l.jsonl", *words)
-            self.assertEqual(code, 2)
-            self.assertIn(said, err)
-
-    def test_what_is_not_safe_names_rows_that_show_it(self):
-        arms = self.decisions(400, "label = 'good' if place and number % 3 == 0 else label", report=["--html", "page.html", "--input", "items.jsonl"])
-        named = re.search("such as those to ([0-9a-f, ]+)$", arms[2]["why"]).group(1).split(", ")
-        self.assertEqual(named, arms[2]["differing_items"][:3])
-        wrong = {bh.item_id("text number %d" % n) for n in range(0, 400, 3)}
-        self.assertLessEqual(set(arms[2]["differing_items"]), wrong)
-        self.assertGreater(len(arms[2]["differing_items"]), 40)
-        with open("page.html", encoding="utf-8") as file:
-            part = file.read().split("Texts and their answers")[1].split("</table>")[0]
-        cells = [re.findall("<td.*?>(.*?)</td>", row) for row in part.split("\n")[2:]]
-        marked = part.count('<tr class="mark">')
-        self.assertEqual(marked, len(arms[2]["differing_items"]))
-        self.assertEqual({tuple(row[2:]) for row in cells[:marked]},
-                         {("&quot;bad&quot;", "&quot;bad&quot;", "&quot;good&quot;")})
-        self.assertEqual((len(cells), '<tr class="mark">' in part.split("\n")[2 + marked]), (marked + 100, False))
-        arms = self.decisions(240, "name = '0' if place and number % 2 else name")
-        named = re.search("[0-9]+ of 120 .[0-9.]+ %., at size 1 0 of 240 .0.0 %.; such as those of ([0-9a-f, ]+)$", arms[2]["why"]).group(1).split(", ")
-        self.assertEqual(named, arms[2]["failed_items"][:3])
-        self.assertEqual(len(arms[2]["failed_items"]), min(100, arms[2]["first"] - arms[2]["first_ok"]))
-
-    def test_the_page_shows_the_first_texts_that_have_answers(self):
-        self.items_file(400)
-        self.trial("--sizes", "1", "--sample", "150")
-        self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", "page.html")
-        with open("page.html", encoding="utf-8") as file:
-            shown = re.findall('<td title="text">text number ([0-9]+)</td><td .*?>(.*?)</td>', file.read())
-        self.assertEqual((len(shown), [answer for _, answer in shown if answer == "-"]), (100, []))
-        answered = {name for row in self.rows("t.jsonl") for name in row["batch"]}
-        self.assertEqual([int(n) for n, _ in shown], [n for n in range(400) if bh.item_id("text number %d" % n) in answered][:100])
-
-    def test_fields_are_compared_one_by_one_too(self):
-        self.items_file(60)
-        task = {"instruction": "Judge.", "fields": {"tone": {"enum": ["good", "bad"]}, "topic": {"enum": ["a", "b"]}, "note": {"type": "string"}}}
-        self.write("task.json", json.dumps(task))
-        self.write("model.py", self.MODEL.replace("TWIST", "topic = 'ab'[number % 2 if len(found) == 1 or number % 4 else 1]").replace(
-            '"answer": "%s"}\' % (name, label)', '"tone": "%s", "topic": "%s", "note": "%d"}\' % (name, label, topic, asked[prompt])'))
-        self.assertEqual(self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--task", "task.json", "--sizes", "1,1,2", "--ledger", "t.jsonl")[0], 0)
-        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
-        tone, topic = arm["fields"]["tone"], arm["fields"]["topic"]
-        self.assertEqual((tone["agreement"], tone["labels"], tone["kappa"]), (1.0, True, 1.0))
-        self.assertEqual((topic["agreement"], arm["kappa"]), (0.75, None))
-        self.assertEqual(tone["given"], {"good": 40, "bad": 20})
-        self.assertEqual(topic["confusion"], {"a": {"a": 15, "b": 15}, "b": {"a": 0, "b": 30}})
-        self.assertAlmostEqual(arm["fields"]["topic"]["kappa"], 0.5)
-        self.assertEqual((arm["fields"]["note"]["kappa"], arm["fields"]["note"]["labels"]), (None, False))
-        text = self.main("report", "--ledger", "t.jsonl")[1]
-        self.assertRegex(text, r"by field           tone 100.0 % \(kappa 1.00\), topic 75.0 % "
-                         r"\(kappa 0.50\), note [0-9.]+ % \(free text")
-        self.write("gold.csv", "text,tone,other\n" + "".join("text number %d,%s,%s\n" % (n, "good" if n % 3 else "bad", "a") for n in range(60)))
-        arms = json.loads(self.main("report", "--ledger", "t.jsonl", "--json", "--input", "gold.csv", "--gold-field", "tone")[1])["arms"]
-        self.assertEqual([arm["accuracy"] for arm in arms], [1.0, 1.0, 1.0])
-        code, out, err = self.main("report", "--ledger", "t.jsonl", "--input", "gold.csv", "--gold-field", "other")
-        self.assertEqual((code, out), (2, ""))
-        self.assertIn("--gold-field other can mean tone or topic or note of the task; ", err)
-
-    def test_gold_labels_may_be_numbers_in_a_file_of_text(self):
-        self.write("task.json", json.dumps({"instruction": "Judge.", "fields": {"answer": {"enum": [0, 1]}}}))
-        self.items_file(6)
-        self.write("model.py", self.MODEL.replace("TWIST", "label = number % 2").replace('"answer": "%s"', '"answer": %s'))
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:model.py:ask", "--task", "task.json")[0], 0)
-        self.write("gold.csv", "text,gold\n" + "".join("text number %d,%d\n" % (n, n % 2 or n == 2) for n in range(6)))
-        self.write("gold.jsonl", "".join(json.dumps({"text": "text number %d" % n, "gold": int(n % 2 or n == 2)}) + "\n" for n in range(6)))
-        self.write("odd.csv", "text,gold\ntext number 1,one\n")
-        for path in ("gold.csv", "gold.jsonl"):
-            self.assertEqual(json.loads(self.main("report", "--json", "--input", path, "--gold-field", "gold")[1])["arms"][0]["accuracy"], 5 / 6)
-        code, out, err = self.main("report", "--input", "odd.csv", "--gold-field", "gold")
-        self.assertEqual((code, out), (2, ""))
-        self.assertIn("no gold of odd.csv is a label of a task on the ledger; check --gold-field", err)
-
-    def test_reordered_replies_are_compared_apart(self):
-        self.items_file(40)
-        self.write("model.py", self.MODEL.replace("TWIST", "label = 'bad' if len(found) == 2 and int(found[0][1].split()[-1]) % 4 else label").replace(
-            'return "[" +', 'rows = rows[::-1] if len(found) == 2 and int(found[0][1].split()[-1]) % 4 else rows\n    return "[" +'))
-        self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--labels", "good,bad", "--sizes", "1,1,2", "--ledger", "t.jsonl", "--sample", "40")
-        arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
-        rows = [row for row in self.rows("t.jsonl") if row.get("reordered")]
-        names = [name for row in rows for name in row["batch"]]
-        single = {name: answer for row in self.rows("t.jsonl") if row["arm"] == 0 for name, answer in row["answers"].items()}
-        self.assertGreater(len(rows), 2)
-        self.assertEqual(arm["reordered"], len(rows))
-        self.assertAlmostEqual(arm["agreement_reordered"], sum(single[name] == "bad" for name in names) / len(names))
-        self.assertRegex(self.main("report", "--ledger", "t.jsonl")[1],
-                         "  reordered replies  %d; [0-9.]+ %% of their answers" % len(rows))
-
-    def test_where_the_model_changed_is_named_by_line(self):
-        served = dict.fromkeys((4, 5), "served-2")
-        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt), model=served.get(n, "served-1")))
-        self.ask(server, 8, "--workers", "1")
-        data = json.loads(self.main("report", "--json")[1])
-        self.assertEqual([(change["line"], change["before"], change["after"], change["asked"]) for change in data["model_changes"]],
-                         [(5, "served-1", "served-2", "openai:asked-1"), (7, "served-2", "served-1", "openai:asked-1")])
-        self.assertEqual([(arm["model_string"], arm["calls"]) for arm in data["arms"]], [("served-1", 6), ("served-2", 2)])
-        self.assertIn("the model changed: openai:asked-1 was served-1, and is served-2 from line 5 of ", self.main("report")[1])
-
-    def test_a_refusal_counts_where_the_model_that_was_asked_answered(self):
-        server = self.serve(lambda prompt, n: (400, json.dumps({"error": {"message": "no", "code": "content_filter"}}).encode(), {})
-                            if "number 3" in prompt else completion(reply_to_prompt(prompt)))
-        self.ask(server, 8, "--batch-size", "2", "--workers", "1")
-        [arm] = json.loads(self.main("report", "--json")[1])["arms"]
-        self.assertEqual((arm["model_string"], arm["first"], arm["first_ok"], arm["verdicts"], arm["quarantined"]), ("served-1", 4, 3, {"ok": 4, "rejected": 2}, 1))
-
-    def test_models_that_name_themselves_not_are_told_apart_by_what_was_asked(self):
-        self.items_file(4)
-        self.write("model.py", self.MODEL.replace("TWIST", "pass") + "\nother = ask\n")
-        for name in ("ask", "other"):
-            self.main("--input", "items.jsonl", "--model", "py:model.py:" + name, "--limit", "2")
-        arms = json.loads(self.main("report", "--json")[1])["arms"]
-        self.assertEqual([(arm["asked"], arm["model_string"], arm["items"]) for arm in arms], [("py:model.py:ask", None, 2), ("py:model.py:other", None, 2)])
-        self.assertRegex(self.main("report")[1], r"model +py:model.py:other \(not named by the endpoint\)")
-
-    def test_halves_and_differences_are_of_batches_alone(self):
-        arms = self.decisions(120, "name = '0' if len(found) == 2 and number % 5 == 0 else name\n        label = 'bad' if len(found) == 2 and place else label")
-        rows = arms[2]["first_ok"] + arms[2]["rescued"]
-        self.assertGreater(arms[2]["fallbacks"], 10)
-        self.assertEqual((arms[2]["half_first"], arms[2]["fell_back"]), (0.0, 2 * (60 - rows)))
-        self.assertGreater(arms[2]["half_second"], 0.4)
-
-    def test_what_a_sample_shows_does_not_depend_on_the_order_of_the_input(self):
-        easy = [{"id": n, "text": "text number %d" % n} for n in range(400)]
-        self.write("model.py", self.MODEL.replace("TWIST", "label = 'good' if len(found) == 2 and number > 360 else label"))
-        whys = []
-        for rows in (easy, easy[::-1], random.Random(SEED).sample(easy, 400)):
-            self.write("items.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-            self.main("trial", "--input", "items.jsonl", "--model", "py:model.py:ask", "--labels", "good,bad", "--sample", "400", "--sizes", "1,1,2", "--ledger", "t.jsonl")
-            arm = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"][2]
-            whys.append((arm["decision"], arm["why"], arm["difference_high"]))
+        if os.path.exists("t.jsonl"):
             os.remove("t.jsonl")
-        self.assertEqual((len(set(whys)), whys[0][0]), (1, "not yet"), whys)
+        self.trial("--labels", "good,bad", "--sample", count, "--workers", 1, *more,
+                   model=self.model(twist))
+        return self.arms()
 
-    def test_evidence_counts_once(self):
-        self.items_file(200)
-        self.trial("--sizes", "1,1,2", "--sample", "200", "--labels", "a,b")
-        first = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])
-        for ledgers in (["t.jsonl", "t.jsonl"], ["t.jsonl", "./t.jsonl"], ["t.jsonl", "--ledger", "t.jsonl"]):
-            self.assertEqual(json.loads(self.main("report", "--ledger", *ledgers, "--json")[1]), first)
-        self.write("twice.jsonl", self.bytes("t.jsonl") * 2)
-        second = json.loads(self.main("report", "--ledger", "twice.jsonl", "--json")[1])
-        self.assertEqual([(arm["calls"], arm["decision"], arm["repeated"]) for arm in second["arms"]],
-                         [(arm["calls"], arm["decision"], arm["calls"]) for arm in first["arms"]])
-        self.assertEqual(second["broken_lines"], {"twice.jsonl": [502]})
+    def report(self, *more, ledger="t.jsonl"):
+        return self.main("report", "--ledger", *ledger.split(), *more)
 
-    def test_lines_that_were_removed_or_edited_show_in_the_report(self):
-        self.items_file(330)
-        self.trial("--sample", "330")
-        self.assertNotIn("lines that do not follow", self.main("report", "--ledger", "t.jsonl")[1])
-        self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--fail-unless-safe", "2")[0], 0)
-        lines = self.bytes("t.jsonl").split(b"\n")
-        self.write("t.jsonl", b"\n".join(lines[:9] + lines[10:]))
-        self.assertIn("lines that do not follow the one before (edited, removed or repeated): 10 (t.jsonl)", self.main("report", "--ledger", "t.jsonl")[1])
-        self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--fail-unless-safe", "2")[0], 1)
-        self.assertIn("size 3 is not shown to be safe: no such arm", self.main("report", "--ledger", "t.jsonl", "--fail-unless-safe", "3")[2])
-        lines[9] = lines[9].replace(b'"ms": ', b'"ms": 1')
-        self.write("t.jsonl", b"\n".join(lines))
-        self.assertIn("removed or repeated): 11 (t.jsonl)", self.main("report", "--ledger", "t.jsonl")[1])
+    def text(self, *more, **how):
+        return said(self.report(*more, **how)[1])
 
-    def test_a_row_of_odd_kinds_is_a_damaged_line(self):
-        self.items_file(6)
-        self.trial("--sizes", "1,2")
-        lines = self.bytes("t.jsonl").split(b"\n")
-        for place, odd in ((1, {"arm": "<script>x</script>"}), (1, {"arm": [1]}), (1, {"sources": 5}), (1, {"batch": [None]}), (1, {"size": 0}), (1, {"size": -2}),
-                           (0, {"arms": 5}), (0, {"arms": [0]}), (0, {"batch": 5}), (1, {"attempt": 0})):
-            edited = list(lines)
-            edited[place] = json.dumps(dict(json.loads(lines[place]), **odd)).encode()
-            self.write("o.jsonl", b"\n".join(edited))
-            code, out, err = self.main("report", "--ledger", "o.jsonl", "--html", "page.html")
-            self.assertEqual((code, err), (0, "the page is in page.html\n"), odd)
-            self.assertIn("damaged lines, skipped: %d (o.jsonl)" % (place + 1), out)
-            self.assertNotIn(b"<script", self.bytes("page.html"))
-            self.assertEqual(self.main("explain", "0", "--ledger", "o.jsonl")[0] in (0, 2), True, odd)
-            self.assertEqual(self.main("trial", "--input", "items.jsonl", "--model", "demo", "--ledger", "o.jsonl", "--sizes", "1,2")[0] in (0, 2), True, odd)
+    def arms(self, *more, **how):
+        code, out, err = self.report("--json", *more, **how)
+        self.assertEqual((code, err), (0, ""))
+        return json.loads(out)["arms"]
 
-    def test_a_report_is_refused_before_anything_is_written(self):
-        self.items_file(4)
-        self.trial("--sizes", "1")
-        before = self.bytes("items.jsonl")
-        for words, said in ((["--html", "items.jsonl"], "is no page"), (["--html", "t.jsonl"], "is no page"), (["--input", "-"], "name a file with --input"),
-                            (["--max-failure", "0.0"], "a share"), (["--margin", ".000"], "a share")):
-            code, out, err = self.main("report", "--ledger", "t.jsonl", *words)
-            self.assertEqual((code, out), (2, ""))
-            self.assertIn(said, err)
-        self.assertEqual(self.bytes("items.jsonl"), before)
-        for _ in range(2):
-            self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--html", "page.html")[0], 0)
+    def page(self, *more):
+        self.assertEqual(self.report("--html", "page.html", *more)[0], 0)
+        return self.bytes("page.html").decode()
 
-    def test_gold_values_that_are_no_label_are_left_out_and_counted(self):
-        self.items_file(6)
-        self.write("model.py", self.MODEL.replace("TWIST", "pass"))
-        self.main("--input", "items.jsonl", "--model", "py:model.py:ask", "--labels", "good,bad")
-        self.main("--input", "items.jsonl", "--model", "demo", "--labels", "x,y", "--stage", "other", "--ledger", "d.jsonl")
-        self.write("gold.csv", "text,gold\ntext number 0,Bad\ntext number 1,good\ntext number 2,bad\n")
-        code, out, err = self.main("report", "--ledger", "runs/ledger.jsonl", "d.jsonl", "--input", "gold.csv", "--gold-field", "gold", "--json")
-        self.assertEqual([(arm["accuracy"], arm["gold_unknown"]) for arm in json.loads(out)["arms"]], [(0.5, 1), (None, 3)])
-        self.assertIn("agrees with gold   1 of 2 (50.0 %) answers; against", self.main("report", "--input", "gold.csv", "--gold-field", "gold")[1])
-        self.assertIn("1 gold values are no label and left out", self.main("report", "--input", "gold.csv", "--gold-field", "gold")[1])
+    def inspected(self, *more):
+        """The cells of the answers beside their texts."""
+        part = self.page(*more).split("Texts and their answers")[1].split("</table>")[0]
+        return [re.findall("<td.*?>(.*?)</td>", row) for row in part.split("\n")[2:]]
 
-    def test_a_baseline_is_looked_at_before_anything_is_made(self):
+    def gold(self, rows):
+        lines = [json.dumps({"text": "text number %d" % n, "gold": label}) for n, label in rows]
+        self.write("gold.jsonl", "\n".join(lines))
+        return "--input", "gold.jsonl", "--gold-field", "gold"
+
+
+class Trials(Reporting):
+    def sampled(self, arm):
+        rows = self.rows("t.jsonl")
+        return [name for row in rows if row["arm"] == arm for name in row["batch"]]
+
+    def test_every_arm_asks_the_same_sample_at_its_own_size(self):
+        self.items_file(40)
+        self.assertIn("48 of 48 items answered",
+                      self.trial("--sample", 12, "--sizes", "1,1,2,5")[1])
+        least = sorted(bh.text_digest("text number %d" % n)[:12] for n in range(40))[:12]
+        for arm, size in enumerate((1, 1, 2, 5)):
+            self.assertEqual(sorted(self.sampled(arm)), least)
+            sizes = {row["size"] for row in self.rows("t.jsonl") if row["arm"] == arm}
+            self.assertEqual(sizes, {size})
+        self.assertEqual([row["arms"] for row in self.rows("t.jsonl", "run")], [[1, 1, 2, 5]])
+        lines = self.bytes("items.jsonl").splitlines(True)
+        os.remove("t.jsonl")
+        self.write("items.jsonl", b"".join(reversed(lines)))
+        self.trial("--sample", 12, "--sizes", "1")
+        self.assertEqual(sorted(self.sampled(0)), least)
+
+    def test_arms_get_on_alike_in_time(self):
         self.items_file(60)
-        self.write("other.jsonl", '{"text": "a"}\n')
-        for path in ("none.jsonl", "other.jsonl"):
-            for model in ("demo", "py:x.py:f"):
-                self.write("x.py", "def f(prompt): return ''")
-                self.assertIn("--ledger", self.refused("--input", "items.jsonl", "--model", model, "--batch-size", "2", "--baseline", path))
-        self.write("x.py", self.MODEL.replace("TWIST", "pass"))
-        self.main("--input", "items.jsonl", "--model", "py:x.py:ask", "--ledger", "s.jsonl")
-        self.items_file(70)
-        self.assertIn("no baseline: 60 of 100", self.main("--input", "items.jsonl", "--model", "py:x.py:ask", "--ledger", "s.jsonl", "--batch-size", "2", "--baseline", "./s.jsonl")[2])
+        self.trial("--sizes", "1,1,2,5", "--workers", 1)
+        seen = collections.Counter()
+        for row in self.rows("t.jsonl"):
+            seen[row["arm"]] += len(row["batch"])
+            self.assertLessEqual(max(seen.values()) - min(seen[arm] for arm in range(4)), 8)
 
-    def test_lines_are_wrapped_at_words_on_a_terminal_and_nowhere_else(self):
+    def test_a_trial_is_resumed_with_its_own_sizes_and_then_a_no_op(self):
         self.items_file(30)
-        self.trial()
-        plain = self.main("report", "--ledger", "t.jsonl")[1]
-        for width in (40, 120):
-            with mock.patch.object(bh.Speaker, "width", width):
-                out = self.main("report", "--ledger", "t.jsonl")[1]
-                self.assertLess(max(map(len, out.splitlines())), width)
-                self.assertEqual(out.split("size 1:\n")[1:][0].split(), plain.split("size 1:\n")[1:][0].split())
-                whole = self.main("explain", "3", "--ledger", "t.jsonl", "--input", "items.jsonl")[1]
-            prompts = [line for line in whole.splitlines() if "Reply with one JSON array with one object for every item:" in line]
-            self.assertGreater(len(prompts), 0)             # what is quoted stays as it is
-
-    def test_a_trial_says_what_would_do(self):
-        self.items_file(30)
-        out = self.trial("--sizes", "1,2", "--dry-run")[1]
-        self.assertIn("without any fault or difference, --sample 314 would show size 2 safe", out)
-        self.assertIn("size 1 stands 1 times in --sizes", out)
-        self.assertNotIn("size 1 stands", self.trial("--sizes", "1,1,2", "--dry-run")[1])
-
-    def test_a_run_at_a_larger_size_is_told_that_it_has_no_baseline(self):
-        server = self.serve()
-        self.assertIn("no baseline: 0 of 100 single calls", self.ask(server, 4, "--batch-size", "2")[2])
-        self.assertNotIn("no baseline", self.ask(server, 101, "--ledger", "base.jsonl")[2])
-        self.assertNotIn("no baseline", self.ask(server, 4, "--batch-size", "2", "--ledger", "new.jsonl", "--baseline", "base.jsonl")[2])
-        self.assertIn("no baseline: 0", self.ask(server, 4, "--batch-size", "2", "--ledger", "new2.jsonl", "--baseline", "base.jsonl", model="openai:other")[2])
-        self.assertNotIn("no baseline", self.main("--input", "items.jsonl", "--model", "demo", "--batch-size", "2", "--ledger", "demo.jsonl")[2])
-
-    def test_the_page_needs_nothing_and_escapes_everything(self):
-        evil = '<script>alert("x")</script> & "quoted" \'text\' $body \u2028 \u5feb\u9012'
-        rows = [{"id": n, "text": "%s %d" % (evil, n)} for n in range(6)]
-        self.write("items.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        server = self.serve(lambda prompt, n: completion("<img src=x onerror=alert(1)>", model="<b>m</b>") if len(asked_in(prompt)) == 2 and n % 2 else
-                            completion(json.dumps([{"id": name, "answer": "<i>\u2028" + evil} for name, _ in asked_in(prompt)]), model="<b>m</b>"))
-        self.main("trial", "--input", "items.jsonl", "--model", "openai:<u>", "--base-url", server.base, "--ledger", "t.jsonl", "--sizes", "1,2", "--workers", "1",
-                  "--on-failure", "exclude", "--attempts", "1", "--instruction", "<h1>Judge</h1>")
-        self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", "page.html")[0], 0)
-        with open("page.html", encoding="utf-8") as file:
-            page = file.read()
-        for raw in ("<script", "<img", "<i>", "<u>", "<b>m", "<h1>Judge", "http://", "https://", "src=", "@import", "url("):
-            self.assertNotIn(raw, page.replace("http://127.0.0.1", "").replace("&lt;img src=x", ""), raw)
-        for part in ("&lt;script&gt;alert(&quot;x&quot;)", "$body", "\u5feb\u9012", "Quarantined items", "&lt;img src=x", "prefers-color-scheme: dark", "width=device-width"):
-            self.assertIn(part, page)
-        import html.parser
-        opened, tags = [], []
-
-        class Checker(html.parser.HTMLParser):
-            def handle_starttag(self, tag, attrs):
-                tags.append(tag)
-                if tag not in ("meta", "line", "circle"):
-                    opened.append(tag)
-
-            def handle_startendtag(self, tag, attrs):
-                tags.append(tag)
-
-            def handle_endtag(self, tag):
-                assert opened.pop() == tag
-        Checker().feed(page)
-        self.assertEqual(opened, [])
-        self.assertLessEqual(set(tags), {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "b", "div", "table", "tr", "th", "td", "meter"})
-        for target in ("t.jsonl", "items.jsonl"):
-            self.assertEqual(self.main("report", "--ledger", "t.jsonl", "--input", "items.jsonl", "--html", target)[0], 2, target)
-
-    def test_an_arm_as_data_has_all_that_was_promised(self):
-        arm = self.decisions(8, "pass")[2]
-        for word in ["stage", "task", "arm", "model_string", "form", "size", "calls", "items", "first_pass", "first_pass_low", "first_pass_high", "rescued", "fallbacks", "quarantined", "calls_per_item", "tokens_per_item", "ms_p50", "ms_p95", "agreement", "kappa", "floor", "difference_low", "difference_high", "half_first", "half_second", "verdicts", "normalised", "decision", "why"]:
-            self.assertIn(word, arm)
-
-    def test_run_export_and_other_arms_ignore_a_trials_answers(self):
-        self.items_file(6)
-        self.trial("--sizes", "1,2")
-        code, out, err = self.main("export", "--input", "items.jsonl", "--ledger", "t.jsonl")
-        self.assertEqual({json.loads(line)["status"] for line in out.splitlines()}, {"pending"})
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--ledger", "t.jsonl")[0], 0)
-        self.assertEqual(len([row for row in self.rows("t.jsonl") if "arm" not in row]), 6)
-        arms = json.loads(self.main("report", "--ledger", "t.jsonl", "--json")[1])["arms"]
-        self.assertEqual([(arm["arm"], arm["size"], arm["calls"]) for arm in arms], [(0, 1, 6), (1, 2, 3), (None, 1, 6)])
-
-    def test_a_trial_fails_and_quarantines_by_arm(self):
-        self.items_file(8)
-        server = self.serve(lambda prompt, n: completion("no" if len(asked_in(prompt)) == 2 and "number 3" in prompt else reply_to_prompt(prompt)))
-        code, out, err = self.main("trial", "--input", "items.jsonl", "--model", "openai:m", "--base-url", server.base, "--ledger", "t.jsonl", "--sizes", "1,2",
-                                   "--on-failure", "exclude")
-        self.assertEqual(code, 1, out + err)
-        self.assertIn("14 of 16 items answered, 2 quarantined", out)
-        self.assertEqual({row["arm"] for row in self.rows("t.jsonl") if row["verdict"] != "ok"}, {1})
-
-    def test_before_the_first_call_it_says_what_the_sample_can_show_at_best(self):
-        self.items_file(400)
-        code, out, err = self.trial("--dry-run")
-        self.assertIn("a sample of 300", out)
-        self.assertIn("arm 2, size 2: 0 of 300 items settled, about 150 calls if every reply is good, at most 900; at best it can show "
-                      "failures below 2.7 % and differences below 2.1 points (150 full calls)", out)
-        self.assertFalse(os.path.exists("t.jsonl"))
-
-    def test_a_trial_reads_its_sample_from_anywhere(self):
-        rows = "".join(json.dumps({"id": n, "text": "text number %d" % n}) + "\n" for n in range(1500)).encode()
-        run = subprocess.Popen([sys.executable, PROGRAM, "trial", "--input", "-", "--model", "demo", "--ledger", "t.jsonl", "--sample", "200"],
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-        out, err = run.communicate(rows)
-        self.assertEqual(run.returncode, 0, err)
-        self.assertIn(b"600 of 600 items answered, 0 quarantined, 0 pending", out)
-
-    def test_a_trial_goes_on_with_its_own_sizes_only(self):
-        self.items_file(20)
-        self.trial("--sizes", "1,2")
+        self.assertEqual(self.trial("--max-calls", 20, "--workers", 1)[0], 3)
+        self.assertEqual(len(self.rows("t.jsonl")), 20)
         for sizes in ("1,5", "2,1", "1", "1,2,2"):
             code, out, err = self.trial("--sizes", sizes)
             self.assertEqual(code, 2)
-            self.assertIn("--sizes 1,2;", err)
+            self.assertIn("--sizes 1,1,2;", err)
+        self.assertEqual(self.trial()[0], 0)
+        for arm in range(3):
+            self.assertEqual(len(set(self.sampled(arm))), len(self.sampled(arm)))
+        self.assertEqual(len(self.rows("t.jsonl")), 30 + 30 + 15)
+        before = self.bytes("t.jsonl")
+        self.assertIn("nothing to do: 90 of 90 items answered", self.trial()[1])
+        self.assertEqual(self.bytes("t.jsonl"), before)
         self.assertEqual(self.trial("--sizes", "1,5", "--instruction", "Another.")[0], 0)
 
     def test_sizes_that_are_none_are_refused(self):
         self.items_file(3)
         for sizes in ("0", "1,,2", "a", "1,-2", ""):
-            self.assertIn("--sizes", self.refused("trial", "--input", "items.jsonl", "--model", "demo", "--sizes", sizes))
+            words = ("trial", "--input", "items.jsonl", "--model", "demo", "--sizes", sizes)
+            self.assertIn("--sizes", self.refused(*words))
+
+    def test_before_the_first_call_it_says_what_the_sample_can_show_at_best(self):
+        self.items_file(400)
+        out = said(self.trial("--dry-run")[1])
+        for words in (
+                "a sample of 300",
+                "arm 2, size 2: 0 of 300 items settled, about 150 calls if every reply is good, "
+                "at most 900; at best it can show failures below 2.7 % and differences below "
+                "2.1 points (150 full calls)"):
+            self.assertIn(words, out)
+        self.assertNotIn("size 1 stands", out)
+        out = self.trial("--dry-run", "--sizes", "1,2")[1]
+        self.assertIn("size 1 stands 1 times in --sizes", out)
+        self.assertFalse(os.path.exists("t.jsonl"))
+        self.items_file(30)
+        self.assertIn("without any fault or difference, --sample 314 would show size 2 safe",
+                      self.trial("--sizes", "1,2", "--dry-run")[1])
+
+    def test_a_trial_reads_its_sample_from_anywhere(self):
+        self.items_file(1500)
+        words = ("trial", "--input", "-", "--model", "demo", "--ledger", "t.jsonl", "--sample", "200")
+        run = subprocess.run([sys.executable, PROGRAM, *words], input=self.bytes("items.jsonl"),
+                             stdout=subprocess.PIPE, check=True)
+        self.assertIn(b"600 of 600 items answered, 0 quarantined, 0 pending", run.stdout)
+
+    def test_run_export_and_other_arms_ignore_a_trials_answers(self):
+        self.items_file(6)
+        self.trial("--sizes", "1,2")
+        out = self.main("export", "--input", "items.jsonl", "--ledger", "t.jsonl")[1]
+        self.assertEqual(out.count('"status": "pending"'), 6)
+        self.run_on()
+        self.assertEqual([pick(arm, "arm size calls") for arm in self.arms()],
+                         [(0, 1, 6), (1, 2, 3), (None, 1, 6)])
+
+    def test_a_trial_fails_and_quarantines_by_arm(self):
+        self.items_file(8)
+        model = self.model("name = '0' if many and number == 3 else name")
+        code, out, _ = self.trial("--sizes", "1,2", "--on-failure", "exclude", model=model)
+        self.assertEqual(code, 1)
+        self.assertIn("14 of 16 items answered, 2 quarantined", out)
+        self.assertEqual([arm["quarantined"] for arm in self.arms()], [0, 2])
+
+    # ---- decisions ----
+
+    DECISIONS = (       # texts, what the model does otherwise, more options -> decision, why
+        (330, "pass", "", "safe",
+         "0.50 calls an item instead of 1.00, and fewer until 33 % of first passes fail"),
+        (400, "label = 'good' if place else label", "", "not safe", "answers differ"),
+        (20, "label = 'good' if place else 'bad'", "", "not safe", "answers differ"),
+        (240, "name = '0' if place and number % 2 else name", "", "not safe",
+         "first passes fail in more than 5.0 %"),
+        (20, "label = 'good' if place and number % 9 == 0 else label", "", "baseline first",
+         "40 of 100 single first calls of this model and task; a `trial` gives them; so far 10 of "
+         "10 (100.0 %) first passes kept their form, SAME answers are as at size 1, against a "
+         "floor of 20 of 20 (100.0 %)"),
+        (49, "pass", "", "baseline first", "98 of 100"),
+        (120, "pass", "", "not yet", "14 clean calls more"),
+        (160, "pass", "", "not yet", "calls would settle it"),
+        (160, "pass", "--sizes 1,2", "not yet", "no second arm of size 1"),
+        # at size 1 it disagrees with itself as much as a batch does
+        (200, "label = 'bad' if number % 2 and asked[prompt] % 2 == many else label", "", "safe",
+         "differ by at most"),
+        (330, "pass", "--structured --model demo", "not yet", "their form is no evidence"),
+    )
+
+    def test_decisions_follow_from_form_and_answers(self):
+        for count, twist, more, decision, why in self.DECISIONS:
+            with self.subTest(count=count, twist=twist):
+                arms = self.labelled(count, twist, *more.split())
+                self.assertEqual([arm["decision"] for arm in arms],
+                                 ["baseline"] * (len(arms) - 1) + [decision], arms[-1]["why"])
+                same = bh.rate(*pick(arms[-1], "same compared"))
+                self.assertIn(why.replace("SAME", same), arms[-1]["why"])
+                self.assertEqual(self.report("--fail-unless-safe", 2)[0], int(decision != "safe"))
+        self.assertIn("size 3 is not shown to be safe: no such arm",
+                      self.report("--fail-unless-safe", 3)[2])
+
+    def test_an_arm_as_data_has_all_that_was_promised(self):
+        arm = self.labelled(330)[2]
+        self.assertEqual(pick(arm, "agreement kappa floor half_first half_second first_pass"),
+                         (1.0, 1.0, 1.0, 0.0, 0.0, 1.0))
+        self.assertAlmostEqual(1 - arm["first_pass_low"], bh.failure_limits(0, 165).high)
+        pick(arm, "stage task arm model_string form size calls items first_pass_high rescued "
+             "fallbacks quarantined calls_per_item tokens_per_item ms_p50 ms_p95 difference_low "
+             "difference_high verdicts normalised")
+
+    def test_halves_and_differences_are_of_batches_alone(self):
+        arm = self.labelled(
+            120, "name = '0' if many and number % 5 == 0 else name\n"
+            "        label = 'bad' if many and place else label")[2]
+        rows = arm["first_ok"] + arm["rescued"]
+        self.assertGreater(arm["fallbacks"], 10)
+        self.assertEqual(pick(arm, "half_first fell_back"), (0.0, 2 * (60 - rows)))
+        self.assertGreater(arm["half_second"], 0.4)
+
+    def test_what_is_not_safe_names_rows_that_show_it(self):
+        arm = self.labelled(400, "label = 'good' if place else label")[2]
+        named = arm["differing_items"]
+        self.assertTrue(arm["why"].endswith("such as those to " + ", ".join(named[:3])))
+        self.assertLessEqual(set(named), {bh.item_id("text number %d" % n) for n in range(0, 400, 3)})
+        self.assertGreater(len(named), 40)
+        rows = self.inspected("--input", "items.jsonl")
+        self.assertEqual([row[0] in named for row in rows], [True] * len(named) + [False] * 100)
+        self.assertEqual({tuple(row[2:]) for row in rows[:len(named)]}, {("bad", "bad", "good")})
+        arm = self.labelled(240, "name = '0' if place and number % 2 else name")[2]
+        self.assertIn("%s, at size 1 0 of 240 (0.0 %%); such as those of %s" % (
+            bh.rate(arm["failures"], 120), ", ".join(arm["failed_items"][:3])), arm["why"])
+        self.assertEqual(len(arm["failed_items"]), min(100, arm["failures"]))
+
+    def test_decisions_name_tokens_beside_calls(self):
+        usage = {1: (80, 10), 2: (90, 20)}
+
+        def script(prompt, number):
+            tokens = dict(zip(("prompt_tokens", "completion_tokens"),
+                              usage[len(asked_in(prompt))]))
+            return completion(reply_to_prompt(prompt), usage=tokens)
+        self.items_file(330)
+        self.trial("--base-url", self.serve(script).base, "--sample", 330, model="openai:m")
+        arm = self.arms()[2]
+        self.assertEqual(pick(arm, "decision tokens_per_item"), ("safe", 55))
+        self.assertIn("50 % of the calls and 61 % of the tokens of size 1: 0.50 calls", arm["why"])
+
+    def test_what_a_sample_shows_does_not_depend_on_the_order_of_the_input(self):
+        self.items_file(400)
+        lines = self.bytes("items.jsonl").splitlines(True)
+        model = self.model("label = 'good' if many and number > 360 else label")
+        whys = set()
+        for some in (lines, lines[::-1], random.Random(SEED).sample(lines, 400)):
+            self.write("items.jsonl", b"".join(some))
+            self.trial("--labels", "good,bad", "--sample", 400, model=model)
+            whys.add(pick(self.arms()[2], "decision why difference_high"))
+            os.remove("t.jsonl")
+        self.assertEqual([decision for decision, *_ in whys], ["not yet"])
+
+    def test_the_report_takes_ledgers_of_their_own_for_every_size(self):
+        self.items_file(330)
+        ledgers = "a.jsonl b.jsonl c.jsonl"
+        for ledger, size in zip(ledgers.split(), (1, 1, 2)):
+            self.run_on("--batch-size", size, ledger=ledger)
+        self.assertEqual(
+            [" %(ledger)s %(size)d %(decision)s" % arm for arm in self.arms(ledger=ledgers)],
+            [" a.jsonl 1 baseline", " b.jsonl 1 baseline", " c.jsonl 2 safe"])
+        text = self.text(ledger=ledgers)
+        for words in ("agrees with size 1 330 of 330 (100.0 %) answers; floor: size 1 with itself "
+                      "330 of 330 (100.0 %)", "answer 100.0 % (free text: to differ is no error)",
+                      "decision safe: first passes fail in at most"):
+            self.assertIn(words, text)
+
+    def test_evidence_counts_once(self):
+        self.items_file(200)
+        self.trial("--sample", 200, "--labels", "a,b")
+        first = self.arms()
+        for ledgers in ("t.jsonl t.jsonl", "./t.jsonl t.jsonl", "t.jsonl --ledger t.jsonl"):
+            self.assertEqual(self.arms(ledger=ledgers), first)
+        self.write("t.jsonl", self.bytes("t.jsonl") * 2)
+        self.assertEqual([pick(arm, "calls decision repeated") for arm in self.arms()],
+                         [pick(arm, "calls decision calls") for arm in first])
+        self.assertIn("removed or repeated): 502 (t.jsonl)", self.text())
+
+    def test_a_run_at_a_larger_size_is_told_that_it_has_no_baseline(self):
+        base = self.serve()
+        for count, words, told in (
+                (4, ("--batch-size", 2), "no baseline: 0 of 100 single calls"),
+                (101, ("--ledger", "base.jsonl"), ""),
+                (4, ("--batch-size", 2, "--ledger", "n.jsonl", "--baseline", "base.jsonl"), ""),
+                (4, ("--batch-size", 2, "--ledger", "o.jsonl", "--baseline", "base.jsonl",
+                     "--model", "openai:other"), "no baseline: 0")):
+            err = self.ask(base, count, *words)[2]
+            self.assertEqual("no baseline" in err, bool(told), words)
+            self.assertIn(told, err)
+        self.assertNotIn("no baseline", self.run_on("--batch-size", 2)[2])
+
+    def test_a_baseline_is_looked_at_before_anything_is_made(self):
+        self.items_file(60)
+        self.write("other.jsonl", '{"text": "a"}\n')
+        model = self.model()
+        for path in ("none.jsonl", "other.jsonl"):
+            for name in ("demo", model):
+                self.assertIn("--ledger", self.refused(
+                    "--input", "items.jsonl", "--model", name, "--batch-size", "2",
+                    "--baseline", path))
+        self.run_on(model=model)
+        self.items_file(70)
+        self.assertIn("no baseline: 60 of 100", self.run_on(
+            "--batch-size", 2, "--baseline", "./t.jsonl", model=model)[2])
+
+    # ---- statistics ----
 
     # failures, calls, upper limit: references computed independently of this program
-    UPPER = [(0, 5, 0.462975), (0, 20, 0.154030), (0, 73, 0.050321), (0, 74, 0.049727), (0, 100, 0.038219), (0, 132, 0.029960), (0, 457, 0.009988),
-             (1, 100, 0.064802), (3, 50, 0.207677), (7, 200, 0.088558)]
+    UPPER = [(0, 0, 1), (0, 5, 0.462975), (5, 5, 1), (0, 74, 0.049727), (0, 132, 0.029960),
+             (0, 457, 0.009988), (1, 100, 0.064802), (3, 50, 0.207677), (7, 200, 0.088558)]
 
     def test_the_limits_of_a_failure_rate_are_the_published_ones(self):
         for failures, calls, upper in self.UPPER:
-            self.assertAlmostEqual(bh.failure_limits(failures, calls).high, upper, places=6)
-            self.assertLessEqual(bh.failure_limits(failures, calls).low, failures / calls)
-        self.assertEqual(bh.failure_limits(0, 0), (0.0, 1.0))
-        self.assertEqual(bh.failure_limits(5, 5).high, 1.0)
-        self.assertEqual([bh.calls_needed(0, 0, bound) for bound in (0.05, 0.03, 0.01)], [74, 132, 457])
-        self.assertEqual((bh.calls_needed(0, 70, 0.05), bh.calls_needed(0, 74, 0.05)), (4, 0))
-        self.assertEqual(bh.failure_limits(1, 100 + bh.calls_needed(1, 100, 0.05)).high <= 0.05 < bh.failure_limits(1, 99 + bh.calls_needed(1, 100, 0.05)).high, True)
+            low, high = bh.failure_limits(failures, calls)
+            self.assertAlmostEqual(high, upper, places=6)
+            self.assertLessEqual(low, failures / max(1, calls))
+        for seen, bound, needed in ((0, 0.05, 74), (0, 0.03, 132), (0, 0.01, 457), (70, 0.05, 4),
+                                    (74, 0.05, 0)):
+            self.assertEqual(bh.calls_needed(0, seen, bound), needed)
+        needed = 100 + bh.calls_needed(1, 100, 0.05)
+        highs = [bh.failure_limits(1, calls).high for calls in (needed, needed - 1)]
+        self.assertTrue(highs[0] <= 0.05 < highs[1])
 
     def test_the_limits_of_a_rate_hold_however_often_one_looks(self):
-        dice, wrong = random.Random(SEED), 0
+        dice = random.Random(SEED)
+        wrong = 0
         for _ in range(120):
-            failures, missed = 0, False
+            failures = 0
+            missed = []
             for call in range(1, 301):
                 failures += dice.random() < 0.1
                 if call % 5 == 0:
                     low, high = bh.failure_limits(failures, call)
-                    missed = missed or not low <= 0.1 <= high
-            wrong += missed
-        self.assertLessEqual(wrong, 14)                    # 6 are expected at most; 14 or more would come once in 1,000
-
-    def test_rare_whole_differences_are_bounded_ever_closer(self):
-        highs = [bh.mean_limits({1.0: count / 100, 0.0: count * 0.99}).high for count in (500, 2000, 8000)]
-        self.assertLess(highs[2], 0.018)
-        self.assertLess(highs[2], highs[0])
-        self.assertEqual(bh.clean_calls(0.02), 157)
+                    missed.append(not low <= 0.1 <= high)
+            wrong += any(missed)
+        self.assertLessEqual(wrong, 14)     # 6 are expected at most; 14 would come once in 1,000
 
     def test_the_limits_of_a_mean_come_from_bets(self):
+        self.assertEqual(bh.clean_calls(0.02), 157)
+        for values, below in (({0.0: 157}, 0.02), ({1.0: 80, 0.0: 7920}, 0.018)):
+            self.assertLess(bh.mean_limits(values).high, below)
         self.assertGreater(bh.mean_limits({0.0: 150}).high, 0.02)
-        self.assertLess(bh.mean_limits({0.0: 157}).high, 0.02)
-        low, high = bh.mean_limits({})
-        self.assertTrue(low < -0.49 and high > 0.99)
-        for values in ({1.0: 40}, {-0.5: 40}, {0.5: 50, -0.5: 50}, {0.3: 100}):
+        for values in ({}, {1.0: 40}, {-0.5: 40}, {0.5: 50, -0.5: 50}, {0.3: 100}):
             low, high = bh.mean_limits(values)
-            mean = sum(value * count for value, count in values.items()) / sum(values.values())
-            self.assertTrue(low - 1e-6 <= mean <= high + 1e-6, (values, low, high))
-            self.assertTrue(bh.shown_above(values, low - 0.001) or low < -0.49)
-            self.assertTrue(bh.shown_below(values, high + 0.001) or high > 0.99)
-        dice, wrong = random.Random(SEED), 0
+            mean = sum(value * n for value, n in values.items()) / max(1, sum(values.values()))
+            self.assertTrue(low - 1e-6 <= mean <= high + 1e-6, values)
+            self.assertTrue(low < -0.49 or bh.shown_above(values, low - 0.001))
+            self.assertTrue(high > 0.99 or bh.shown_below(values, high + 0.001))
+        dice = random.Random(SEED)
+        wrong = 0
         for _ in range(60):
-            values = [dice.choice((-0.5, 0, 0, 0, 0.5, 1)) for _ in range(200)]
-            low, high = bh.mean_limits(collections.Counter(values))
+            values = collections.Counter(dice.choices((-0.5, 0, 0, 0, 0.5, 1), k=200))
+            low, high = bh.mean_limits(values)
             wrong += not low <= 1 / 6 <= high
         self.assertLessEqual(wrong, 9)
 
     def test_evidence_is_there_once_size_1_and_its_repetition_have_answered(self):
-        a, b, c = ("a",), ("b",), ("c",)
+        # answers to each text: here, at size 1, at its repetition; "-" where there is none
         for here, one, two, excess in (
-                ({1: a, 2: a}, {1: a, 2: a}, {1: a, 2: a}, 0), ({1: b}, {1: a}, {1: a}, 1),
-                ({1: a}, {1: a}, {1: b}, -0.5), ({1: b}, {1: a}, {1: b}, -0.5),
-                ({1: c}, {1: a}, {1: b}, 0), ({1: b, 2: a}, {1: a, 2: a}, {1: a, 2: a}, 0.5),
-                ({1: a, 2: a}, {1: a, 2: a}, {1: a}, None), ({1: a, 2: a}, {1: a}, {}, None)):
-            self.assertEqual(bh.excess_of(list(here), [here, one, two]), excess)
+                ("aa", "aa", "aa", 0), ("b", "a", "a", 1), ("a", "a", "b", -0.5),
+                ("b", "a", "b", -0.5), ("c", "a", "b", 0), ("ba", "aa", "aa", 0.5),
+                ("aa", "aa", "a-", None), ("aa", "a-", "--", None)):
+            answers = [{n: word for n, word in enumerate(arm) if word != "-"}
+                       for arm in (here, one, two)]
+            self.assertEqual(bh.excess_of(range(len(here)), answers), excess)
 
     def test_kappa_and_mcnemar_are_the_published_ones(self):
-        pairs = [("p", "p")] * 40 + [("n", "n")] * 35 + [("p", "n")] * 10 + [("n", "p")] * 5 + [("u", "u")] * 8 + [("u", "p")] * 2
-        self.assertAlmostEqual(bh.kappa(collections.Counter(pairs)), 0.705373, places=6)
-        self.assertIsNone(bh.kappa({("p", "p"): 9}))
-        self.assertIsNone(bh.kappa({}))
-        for counts, p in (((8, 5), 0.4239501953), ((12, 5), 0.0962524414), ((38, 9), 1.52218e-05), ((0, 0), 1), ((5, 8), 0.4239501953)):
-            self.assertAlmostEqual(bh.mcnemar(*counts), p, places=9)
+        words = dict(zip(("pp", "nn", "pn", "np", "uu", "up"), (40, 35, 10, 5, 8, 2)))
+        for pairs, kappa in ((words, 0.705373), ({"pp": 9}, None), ({}, None)):
+            found = bh.kappa({tuple(pair): count for pair, count in pairs.items()})
+            self.assertEqual(found and round(found, 6), kappa)
+        for one, two, p in ((8, 5, 0.42395), (12, 5, 0.09625), (38, 9, 2e-05), (0, 0, 1),
+                            (5, 8, 0.42395)):
+            self.assertEqual(round(bh.mcnemar(one, two), 5), p)
 
 
-# ====================================================================================================================
-# REPORT AND EXPORT
-# ====================================================================================================================
 
-class Reports(EndpointCase):
-    def arms(self):
-        return json.loads(self.main("report", "--json")[1])["arms"]
+# ==================================================================================================
+# REPORT, EXPLAIN AND EXPORT
+# ==================================================================================================
 
-    def test_rates_count_calls_with_numerator_and_denominator(self):
-        bad = {"number 5", "number 6"}
+class Reports(Reporting):
+    def served(self, script, count, *more, **figures):
+        """The arms of a run on an endpoint; `figures` are those of the first."""
+        self.ask(self.serve(script), count, "--ledger", "t.jsonl", *more)
+        arms = self.arms()
+        self.assertEqual({name: arms[0][name] for name in figures}, figures)
+        return arms
 
-        def script(prompt, number):
-            texts = [text for _, text in asked_in(prompt)]
-            return completion("no" if any(text.endswith(tuple(bad)) for text in texts) else reply_to_prompt(prompt))
-        code, out, err = self.ask(self.serve(script), 10, "--batch-size", "5")
-        self.assertEqual(code, 1)
-        [arm] = self.arms()
-        self.assertEqual((arm["first_ok"], arm["first"], arm["rescued"], arm["retried"], arm["fallbacks"]), (1, 2, 0, 1, 7))
-        self.assertEqual((arm["answered"], arm["quarantined"], arm["verdicts"]), (8, 2, {"ok": 4, "not_json": 6}))
-        text = self.main("report")[1]
-        self.assertIn("first pass ok      1 of 2 (50.0 %)", text)
-        self.assertIn("verdicts           not_json 6, ok 4", text)
-
-    def test_rates_by_size_count_full_batches_only(self):
-        self.ask(self.serve(), 5, "--batch-size", "2")
-        self.assertEqual([(arm["size"], arm["calls"], arm["first"]) for arm in self.arms()], [(2, 3, 2)])
+    def test_rates_count_calls_of_full_batches_with_numerator_and_denominator(self):
+        def script(prompt, n):
+            texts = {text[-1] for _, text in asked_in(prompt)}
+            return completion("no" if texts & {"5", "6"} else reply_to_prompt(prompt))
+        self.served(script, 12, "--batch-size", 5, first=2, first_ok=1, rescued=0, retried=1,
+                    fallbacks=7, answered=10, quarantined=2, verdicts={"ok": 5, "not_json": 6})
+        for words in ("first pass ok 1 of 2 (50.0 %)", "verdicts not_json 6, ok 5"):
+            self.assertIn(words, self.text())
 
     def test_unknown_tokens_are_not_zero(self):
-        usages = [{"prompt_tokens": 10, "completion_tokens": 2}] * 3 + [{}, None, {"prompt_tokens": "10", "completion_tokens": 2}]
-        self.ask(self.serve(lambda prompt, n: completion(reply_to_prompt(prompt), usage=usages[n - 1])), 6)
-        self.assertIn("tokens             30 in, 6 out\n  tokens unknown     for 3 of 6 (50.0 %) calls\n",
-                      self.main("report")[1])
+        known = {"prompt_tokens": 10, "completion_tokens": 2}
+        usages = [known, known, known, {}, None, dict(known, prompt_tokens="10")]
+        [arm] = self.served(lambda prompt, n: completion(
+            reply_to_prompt(prompt), usage=usages[n - 1]), 6)
+        self.assertIn("tokens 30 in, 6 out tokens unknown for 3 of 6 (50.0 %) calls", self.text())
+        self.assertFalse([count for count in arm.values() if isinstance(count, bool)])
 
     def test_items_in_quarantine_are_counted_as_they_stand(self):
         self.items_file(4)
-        self.main("--input", "items.jsonl", "--model", "demo:empty=1")
-        self.main("--input", "items.jsonl", "--model", "demo:empty=1", "--retry-quarantined")
-        self.assertEqual(sum(arm["quarantined"] for arm in self.arms()), 4)
-        self.main("--input", "items.jsonl", "--model", "demo", "--retry-quarantined")
-        self.assertEqual(sum(arm["quarantined"] for arm in self.arms()), 0)
+        for model, left in (("demo:empty=1", 4), ("demo:empty=1", 4), ("demo", 0)):
+            self.run_on("--retry-quarantined", model=model)
+            self.assertEqual(sum(arm["quarantined"] for arm in self.arms()), left)
 
     def test_nothing_to_report_is_no_error(self):
         self.write("empty.jsonl", "")
-        self.assertIn("0 of 0 (n/a)", self.main("report", "--ledger", "empty.jsonl")[1])
-        self.assertEqual(self.main("report", "--ledger", "none.jsonl")[0], 2)
+        self.assertIn("0 of 0 (n/a)", self.text(ledger="empty.jsonl"))
         self.items_file(2)
-        self.main("--input", "items.jsonl", "--model", "demo:empty=1")
-        self.assertIn("first pass ok      0 of 2 (0.0 %)", self.main("report")[1])
+        for path in ("none.jsonl", "items.jsonl"):
+            self.assertEqual(self.report(ledger=path)[0], 2)
+        self.run_on(model="demo:empty=1")
+        self.assertIn("first pass ok 0 of 2 (0.0 %)", self.text())
 
-    def test_counts_are_numbers_in_a_ledger_of_one_call(self):
-        self.items_file(1)
-        self.main("--input", "items.jsonl", "--model", "demo")
-        self.assertNotIn("False", self.main("report")[1])
-        self.assertEqual([type(count) for count in self.arms()[0].values() if isinstance(count, bool)], [])
+    def test_normalisations_and_reordered_replies_are_tallied(self):
+        def script(prompt, n):
+            rows = json.loads(reply_to_prompt(prompt))
+            return completion("```json\n%s\n```" % json.dumps(rows[::-1]))
+        self.served(script, 4, "--batch-size", 2, normalised={"fence": 2}, reordered=2)
+
+    def test_reordered_replies_are_compared_apart(self):
+        arm = self.labelled(
+            40, "if many and int(found[0][1].split()[-1]) % 4: label, where = 'bad', 0")[2]
+        rows = [row for row in self.rows("t.jsonl") if row.get("reordered")]
+        names = [name for row in rows for name in row["batch"]]
+        bad = {bh.item_id("text number %d" % n) for n in range(0, 40, 3)}
+        self.assertEqual(pick(arm, "reordered agreement_reordered"),
+                         (len(rows), sum(name in bad for name in names) / len(names)))
+        self.assertIn("reordered replies %d; " % len(rows), self.text())
+
+    def test_where_the_model_changed_is_named_by_line(self):
+        served = dict.fromkeys((4, 5), "served-2")
+        arms = self.served(lambda prompt, n: completion(
+            reply_to_prompt(prompt), model=served.get(n, "served-1")), 8)
+        self.assertEqual([pick(arm, "model_string calls") for arm in arms],
+                         [("served-1", 6), ("served-2", 2)])
+        for one, other, line in (("served-1", "served-2", 5), ("served-2", "served-1", 7)):
+            self.assertIn("the model changed: openai:asked-1 was %s, and is %s from line %d of"
+                          % (one, other, line), self.text())
+        self.assertEqual(len(json.loads(self.report("--json")[1])["model_changes"]), 2)
+
+    def test_a_refusal_counts_where_the_model_that_was_asked_answered(self):
+        no = json.dumps({"error": {"message": "no", "code": "content_filter"}}).encode()
+
+        def script(prompt, n):
+            return (400, no, {}) if "number 3" in prompt else completion(reply_to_prompt(prompt))
+        self.served(script, 8, "--batch-size", 2, model_string="served-1", first=4, first_ok=3,
+                    quarantined=1, verdicts={"ok": 4, "rejected": 2})
+
+    def test_models_that_name_themselves_not_are_told_apart_by_what_was_asked(self):
+        self.items_file(4)
+        self.model()
+        with open("model.py", "a") as file:
+            file.write("other = ask\n")
+        names = ["py:model.py:ask", "py:model.py:other"]
+        for name in names:
+            self.run_on("--limit", 2, model=name)
+        self.assertEqual([pick(arm, "asked model_string items") for arm in self.arms()],
+                         [(name, None, 2) for name in names])
+        self.assertIn("model py:model.py:other (not named by the endpoint)", self.text())
 
     def test_what_has_no_known_task_is_not_compared_and_the_report_says_so(self):
         self.items_file(6)
-        self.write("gold.jsonl", "".join(json.dumps({"text": "text number %d" % n, "x": "a"}) + "\n" for n in range(6)))
-        self.write("task.json", json.dumps({"instruction": "J", "fields": {"x": {"enum": ["a", "b"]}, "y": {"type": "integer"}}}))
+        gold = self.gold([(n, "a") for n in range(6)])
+        self.task_file(x={"enum": ["a", "b"]}, y={"type": "integer"})
         for size, ledger in ((1, "a.jsonl"), (2, "b.jsonl")):
-            self.main("--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--batch-size", size, "--ledger", ledger)
+            self.run_on("--task", "task.json", "--batch-size", size, ledger=ledger)
         [run, *rows] = self.bytes("a.jsonl").split(b"\n")
-        other = json.dumps(dict(json.loads(run), task={"fields": {"x": {"type": "string"}}})).encode()
-        for path, lines in (("gone.jsonl", rows), ("torn.jsonl", [run[:200], *rows]), ("again.jsonl", [run[:200], *rows[:3], run, *rows[3:]]),
-                            ("other.jsonl", [other, *rows]), ("both.jsonl", [run, *rows[:3], other, *rows[3:]])):
+        other = run.replace(b'"y": {', b'"z": {}, "y": {')
+        for path, lines in (("gone.jsonl", rows), ("torn.jsonl", [run[:200], *rows]),
+                            ("again.jsonl", [run[:200], *rows[:3], run, *rows[3:]]),
+                            ("both.jsonl", [run, *rows[:3], other, *rows[3:]])):
             self.write(path, b"\n".join(lines))
-            for ledgers in ((path, "b.jsonl"), ("b.jsonl", path), (path,), (path, "gone.jsonl")):
-                for more in ((), ("--html", "page.html", "--input", "items.jsonl"), ("--input", "gold.jsonl", "--gold-field", "x")):
-                    code, out, err = self.main("report", "--ledger", *ledgers, *more)
+            for ledgers in (path + " b.jsonl", "b.jsonl " + path, path):
+                for more in (("--html", "page.html", "--input", "items.jsonl"), gold):
+                    code, out, err = self.report(*more, ledger=ledgers)
                     self.assertNotIn("fault of its own", err)
-                    if path not in ("other.jsonl", "both.jsonl") and code == 0:
-                        self.assertIn("not compared: the row of the run, which tells the task, is damaged or gone", out)
-        data = json.loads(self.main("report", "--ledger", "b.jsonl", "gone.jsonl", "--json")[1])["arms"]
-        self.assertEqual([(arm["decision"], arm["compared"], arm["answered"]) for arm in data], [("baseline first", 0, 6), ("not compared", 0, 6)])
+                    self.assertEqual("not compared: the row of the run, which tells the task, is "
+                                     "damaged or gone" in said(out), path != "both.jsonl")
+        arms = self.arms(ledger="b.jsonl gone.jsonl")
+        self.assertEqual([pick(arm, "decision compared answered") for arm in arms],
+                         [("baseline first", 0, 6), ("not compared", 0, 6)])
 
-    def test_another_file_has_no_report(self):
-        self.items_file(3)
-        self.assertEqual(self.main("report", "--ledger", "items.jsonl")[0], 2)
+    def test_lines_that_were_removed_or_edited_show_in_the_report(self):
+        self.items_file(330)
+        self.trial("--sample", 330)
+        self.assertNotIn("lines that do not follow", self.text())
+        self.assertEqual(self.report("--fail-unless-safe", 2)[0], 0)
+        lines = self.bytes("t.jsonl").split(b"\n")
+        edited = lines[9].replace(b'"ms": ', b'"ms": 1')
+        for number, some in ((10, lines[:9] + lines[10:]), (11, [*lines[:9], edited, *lines[10:]])):
+            self.write("t.jsonl", b"\n".join(some))
+            self.assertIn("lines that do not follow the one before (edited, removed or repeated): "
+                          "%d (t.jsonl)" % number, self.text())
+            self.assertEqual(self.report("--fail-unless-safe", 2)[0], 1)
 
-    def test_odd_members_of_a_row_spoil_no_reader(self):
-        self.items_file(2)
-        self.main("--input", "items.jsonl", "--model", "demo:empty=1", "--attempts", "3", "--workers", "1")
-        [run, row, *rest] = self.bytes().split(b"\n")
-        for odd in (True, [[]], "x"):
-            self.write("runs/ledger.jsonl", b"\n".join([run, json.dumps(dict(json.loads(row), text_sha=odd)).encode(), *rest]))
-            self.assertEqual(self.main("report")[0], 0)
-        self.write("runs/ledger.jsonl", b"\xef\xbb\xbf" + b"\n".join([*rest[:-1], run, b""]))
-        self.assertEqual(self.main("export", "--input", "items.jsonl")[0], 0)
+    def test_a_row_of_odd_kinds_is_a_damaged_line_and_spoils_no_reader(self):
+        self.items_file(6)
+        self.trial("--sizes", "1,2")
+        lines = self.bytes("t.jsonl").split(b"\n")
+        for place, member, odd in (
+                (0, "arms", 5), (0, "arms", [0]), (1, "arm", "<script>x</script>"), (1, "arm", [1]),
+                (1, "text_sha", True), (1, "text_sha", [[]]), (1, "sources", 5),
+                (1, "batch", [None]), (1, "size", 0), (1, "attempt", 0)):
+            edited = list(lines)
+            edited[place] = json.dumps({**json.loads(lines[place]), member: odd}).encode()
+            self.write("o.jsonl", b"\n".join(edited))
+            self.assertIn("damaged lines, skipped: %d (o.jsonl)" % (place + 1),
+                          self.text("--html", "page.html", ledger="o.jsonl"), odd)
+            self.assertNotIn(b"<script", self.bytes("page.html"))
+            self.assertIn(self.main("explain", "0", "--ledger", "o.jsonl")[0], (0, 2), odd)
+            self.assertIn(self.trial("--sizes", "1,2", ledger="o.jsonl")[0], (0, 2), odd)
 
-    def test_a_task_without_answers_does_not_stand_in_the_way(self):
-        self.items_file(2)
-        self.write("mine.py", "from batch_harness import CallFailed\ndef ask(prompt): raise CallFailed('stop', 'no', status=10 ** 30, patience='x')\n")
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "py:mine.py:ask", "--instruction", "A")[0], 3)
-        self.assertNotIn("damaged", self.main("report")[1])
-        self.main("--input", "items.jsonl", "--model", "cmd:cat", "--instruction", "B")
-        self.assertEqual(self.main("export", "--input", "items.jsonl")[0], 2)
-        self.write("mine.py", "import json, re\ndef ask(p): return json.dumps([{'id': i, 'answer': 'x'} for i in re.findall('<item id=\"(.*?)\"', p)])\n")
-        self.main("--input", "items.jsonl", "--model", "py:mine.py:ask", "--instruction", "B", "--retry-quarantined")
-        self.assertEqual(self.main("export", "--input", "items.jsonl")[0], 0)
+    def test_a_report_is_refused_before_anything_is_written(self):
+        self.items_file(4)
+        self.trial("--sizes", "1")
+        before = self.bytes("items.jsonl")
+        for words, why in (
+                ("--html items.jsonl", "is no page"), ("--html t.jsonl", "is no page"),
+                ("--input -", "name a file with --input"), ("--gold-field x", "--input"),
+                ("--gold-field x --input items.jsonl", "check --gold-field"),
+                ("--max-failure 0.0", "a share"), ("--margin .000", "a share")):
+            code, out, err = self.report(*words.split())
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn(why, err)
+        self.assertEqual(self.bytes("items.jsonl"), before)
+        self.assertEqual(self.page(), self.page())
 
-    def test_an_export_without_any_answer_says_so(self):
-        self.items_file(2)
-        self.main("--input", "items.jsonl", "--model", "demo")
-        self.items_file(2, "other.jsonl", 50)
-        self.assertIn("no text of this input has an answer", self.main("export", "--input", "other.jsonl")[2])
-        self.assertEqual(self.main("export", "--input", "items.jsonl", "--output", "a.xlsx")[0], 2)
+    # ---- labels, fields, gold ----
 
-    def test_normalisations_and_reordered_replies_are_tallied(self):
-        self.ask(self.serve(lambda prompt, n: completion("```json\n%s\n```" % json.dumps(json.loads(reply_to_prompt(prompt))[::-1]))), 4, "--batch-size", "2")
-        [arm] = self.arms()
-        self.assertEqual((arm["normalised"], arm["reordered"]), ({"fence": 2}, 2))
+    def test_gold_labels_give_accuracy_and_what_a_size_lost(self):
+        self.labelled(120, "label = 'good' if place else label")
+        gold = self.gold([(n, "good" if n % 3 else "bad") for n in range(120)] + [(500, None)])
+        arms = self.arms(*gold)
+        lost = len(arms[2]["differing_items"])
+        self.assertGreater(lost, 10)
+        self.assertEqual([arm["accuracy"] for arm in arms], [1.0, 1.0, (120 - lost) / 120])
+        self.assertEqual(pick(arms[2], "lost won gold_unknown p"),
+                         (lost, 0, 0, bh.mcnemar(lost, 0)))
+        model = self.model("label = 'x'")
+        self.trial("--labels", "x,y", "--sizes", "1", "--stage", "other", model=model)
+        gold = self.gold([(0, "Bad"), (1, "good"), (2, "bad")])
+        arms = self.arms(*gold)
+        self.assertEqual({pick(arm, "stage accuracy gold_unknown") for arm in arms},
+                         {("main", 0.5, 1), ("other", None, 3)})
+        for words in ("agrees with gold 1 of 2 (50.0 %) answers; against",
+                      "1 gold values are no label and left out"):
+            self.assertIn(words, self.text(*gold))
 
-    def export_rows(self, *more):
-        return [json.loads(row) for row in self.main("export", "--input", "items.jsonl", *more)[1].splitlines()]
+    def test_gold_labels_may_be_numbers_in_a_file_of_text(self):
+        self.task_file(answer={"enum": [0, 1]})
+        self.items_file(6)
+        model = self.model(answer="""'{"id": "%s", "answer": %d}' % (name, number % 2)""")
+        self.run_on("--task", "task.json", model=model)
+        for labels in ([0, 1, 1, 1, 0, 1], list("011101")):
+            gold = self.gold(enumerate(labels))
+            self.assertEqual(self.arms(*gold)[0]["accuracy"], 5 / 6)
+
+    def test_fields_are_compared_one_by_one_too(self):
+        self.task_file(tone={"enum": ["good", "bad"]}, topic={"enum": ["a", "b"]},
+                       note={"type": "string"})
+        self.items_file(60)
+        model = self.model(
+            "topic = 'b' if many and number % 4 == 0 else 'ab'[number % 2]",
+            """'{"id": "%s", "tone": "%s", "topic": "%s", "note": "%d"}' % ("""
+            "name, label, topic, asked[prompt])")
+        self.trial("--task", "task.json", model=model)
+        arm = self.arms()[2]
+        tone, topic, note = [pick(field, "agreement labels kappa") for field in arm["fields"].values()]
+        self.assertEqual((tone, topic, note[1:]), ((1, True, 1), (0.75, True, 0.5), (False, None)))
+        self.assertEqual(arm["fields"]["tone"]["given"], {"good": 40, "bad": 20})
+        self.assertEqual(arm["fields"]["topic"]["confusion"],
+                         {"a": {"a": 15, "b": 15}, "b": {"a": 0, "b": 30}})
+        self.assertIsNone(arm["kappa"])
+        self.assertRegex(self.text(), r"by field tone 100.0 % \(kappa 1.00\), topic 75.0 % "
+                         r"\(kappa 0.50\), note [0-9.]+ % \(free text")
+        lines = ["text number %d,%s,a\n" % (n, "good" if n % 3 else "bad") for n in range(60)]
+        self.write("gold.csv", "text,tone,other\n" + "".join(lines))
+        gold = ("--input", "gold.csv", "--gold-field")
+        self.assertEqual({arm["accuracy"] for arm in self.arms(*gold, "tone")}, {1})
+        self.assertIn("--gold-field other can mean tone or topic of the task; ",
+                      self.report(*gold, "other")[2])
+
+    # ---- text and page ----
+
+    def test_the_report_begins_with_an_arm_a_line_and_the_labels_as_bars(self):
+        self.items_file(30)
+        self.trial("--labels", "good,\u8d28\u91cf", "--sizes", "1,1,2,5")
+        plain = self.report()[1]
+        rows = [re.split("  +", line.strip()) for line in plain.splitlines()[1:6]]
+        self.assertEqual(rows[0], ["arm", "size", "form", "calls", "first pass", "agrees", "floor",
+                                   "tok/item", "decision"])
+        self.assertEqual(rows[3][:4] + rows[3][-1:], ["arm 2", "2", "list", "15", "baseline first"])
+        bars = plain.split("arm 2, size 2: answer:\n")[1].splitlines()[:2]
+        for line in bars:
+            self.assertRegex(line, "^  (good|\u8d28\u91cf)  #+ +[0-9]+ of 30 \\([0-9.]+ %\\)$")
+        for width in (40, 120):             # a terminal's lines are wrapped at words
+            with mock.patch.object(bh.Speaker, "width", width):
+                out = self.report()[1]
+                whole = self.main("explain", "3", "--ledger", "t.jsonl", "--input", "items.jsonl")[1]
+            self.assertLess(max(map(len, out.splitlines())), width)
+            self.assertEqual(said(out), said(plain))
+            self.assertIn("Reply with one JSON array with one object for every item:\n", whole)
+
+    def test_the_page_shows_right_answers_and_which_label_came_for_which(self):
+        self.labelled(60, "label = 'bad' if place else label")
+        gold = self.gold([(n, "good" if n % 3 else "bad") for n in range(60)])
+        for more, expected in ((("--input", "items.jsonl"), "size 1"), (gold, "gold")):
+            page = self.page(*more)
+            matrix = page.split("arm 2, size 2: answers to answer, by " + expected)[1]
+            found = re.findall('<td title="(?:good|bad)">([0-9]+)</td>', matrix)[:4]
+            counts = [int(n) for n in found]
+            self.assertEqual((sum(counts), counts[2], counts[3]), (60, 0, 20))
+            self.assertEqual("<th>gold</th>" in page.split("Texts and")[1].split("<tr>")[1],
+                             more is gold)
+            for words in ("Say which", "items.jsonl", "60", "20[0-9-]{8}T", "enum"):
+                self.assertRegex(page.split("what was asked")[1], words)
+
+    def test_the_page_shows_the_first_texts_that_have_answers(self):
+        self.items_file(400)
+        self.trial("--sizes", "1", "--sample", 150)
+        answered = {name for row in self.rows("t.jsonl") for name in row["batch"]}
+        texts = ["text number %d" % n for n in range(400)]
+        found = self.inspected("--input", "items.jsonl")
+        self.assertEqual([row[1] for row in found],
+                         [text for text in texts if bh.item_id(text) in answered][:100])
+        self.assertNotIn("-", [row[2] for row in found])
+
+    def test_the_page_needs_nothing_and_escapes_everything(self):
+        import xml.etree.ElementTree
+        evil = '<script>alert("x")</script> & "quoted" \'text\' $body \u2028 \u5feb\u9012'
+        rows = [json.dumps({"id": n, "text": "%s %d" % (evil, n)}) for n in range(6)]
+        self.write("items.jsonl", "\n".join(rows))
+
+        def script(prompt, n):
+            asked = asked_in(prompt)
+            reply = "<img src=x>"
+            if len(asked) == 1 or n % 2 == 0:
+                reply = reply_to_prompt(prompt, "<i>\u2028" + evil)
+            return completion(reply, model="<b>m</b>")
+        self.trial("--sizes", "1,2", "--workers", 1, "--on-failure", "exclude", "--attempts", 1,
+                   "--base-url", self.serve(script).base, "--instruction", "<h1>Judge</h1>",
+                   model="openai:<u>")
+        page = self.page("--input", "items.jsonl")
+        for raw in ("<script", "<img", "<i>", "<u>", "<b>m", "<h1>Judge", "http://", "https://",
+                    "src=", "@import", "url("):
+            self.assertNotIn(raw, page.replace("http://127.0.0.1", ""), raw)
+        for part in ("&lt;script&gt;alert(&quot;x&quot;)", "$body", "\u5feb\u9012",
+                     'class="marked"', "prefers-color-scheme: dark", "width=device-width"):
+            self.assertIn(part, page)
+        tags = {node.tag for node in xml.etree.ElementTree.fromstring(page).iter()}
+        allowed = "html head meta title style body h1 h2 p div table tr th td"
+        self.assertLessEqual(tags, set(allowed.split(" ")))
+
+    # ---- explain ----
 
     def explained(self, name, *more):
-        code, out, err = self.main("explain", name, "--ledger", "runs/ledger.jsonl", *more)
+        code, out, err = self.main("explain", name, "--ledger", "t.jsonl", *more)
         self.assertEqual(code, 0, err)
         return out
 
     def test_explain_defends_one_row(self):
-        server = self.serve(lambda prompt, n: (429, b"", {"Retry-After": "0"}) if n == 2 else completion("no", model="served-9")
-                            if "number 2" in prompt and len(asked_in(prompt)) > 1 else completion(reply_to_prompt(prompt)))
-        self.assertEqual(self.ask(server, 4, "--batch-size", "2", "--labels", "good,bad", "--instruction", "Judge it.")[0], 0)
+        def script(prompt, n):
+            if n == 2:
+                return 429, b"", {"Retry-After": "0"}
+            if "number 2" in prompt and len(asked_in(prompt)) > 1:
+                return completion("no", model="served-9")
+            return completion(reply_to_prompt(prompt))
+        self.ask(self.serve(script), 4, "--batch-size", 2, "--labels", "good,bad",
+                 "--ledger", "t.jsonl")
         name = bh.item_id("text number 2")
-        for asked in (name, name[:5], name.upper()[:7], "2"):           # its id, the beginning of it, the caller's own key
-            out = self.explained(asked, "--input", "items.jsonl")
-            self.assertIn("item %s, text: text number 2\n" % name, out)
-            self.assertEqual(out.count("as it was sent (its hash agrees):"), 3)
-            self.assertEqual(out.count("verdict      not_json: "), 2)
-            self.assertIn("number 1 on these 1 items, at size 2, made because their batch had failed", out)
-            self.assertIn("model        served-9 (asked for: openai:asked-1)", out)
-            self.assertIn('answer       "good"', out)
-            self.assertIn('<item id="%s">text number 2</item>' % name, out)
-            self.assertIn('reply        [{"id": "%s", "answer": "good"}]' % name, out)
-            number = [n for n, line in enumerate(self.bytes().splitlines(), 1) if b'"verdict": "ok"' in line and name.encode() in line]
-            self.assertIn("where it stands: answered in line %d" % number[0], out)
-        self.assertIn("no reply     HTTP 429", self.explained("2"))
+        for asked in (name, name[:5], name.upper()[:7], "2"):
+            out = said(self.explained(asked, "--input", "items.jsonl"))
+            for words, count in (
+                    ("item %s, text: text number 2 line 3" % name, 1), ("HTTP 429", 1),
+                    ("asked openai:asked-1", 4), ("model_string served-9", 2), ("fallback true", 1),
+                    ("as it was sent (its hash agrees):", 3), ("verdict not_json", 2),
+                    ('<item id="%s">text number 2</item>' % name, 3), ('answer "good"', 1),
+                    ('reply [{"id": "%s", "answer": "good"}] where it stands: answered in line 6'
+                     % name, 1)):
+                self.assertEqual(out.count(words), count, words)
 
     def test_explain_says_what_it_cannot_show(self):
-        self.ask(self.serve(lambda prompt, n: completion("no") if n < 3 else completion(reply_to_prompt(prompt))), 2)
         first, second = bh.item_id("text number 0"), bh.item_id("text number 1")
+        self.ask(self.serve(lambda prompt, n: completion(
+            "no" if n < 3 else reply_to_prompt(prompt))), 2, "--ledger", "t.jsonl")
         out = self.explained(first)
-        self.assertIn("text: (give --input to see it)", out)
-        self.assertIn("cannot be rebuilt without the texts of " + first, out)
-        self.assertIn("not_json     Expecting value", out)
-        self.assertIn("where it stands: quarantined in line 5", out)
+        for words in ("text: (give the --input that holds it)",
+                      "cannot be rebuilt without the texts of " + first,
+                      "where it stands: quarantined in line 5"):
+            self.assertIn(words, out)
+        self.assertIn("detail Expecting value", said(out))
         self.items_file(1, "other.jsonl", 7)
-        self.assertIn("(the input no longer holds it)", self.explained(second, "--input", "other.jsonl"))
-        with open("runs/ledger.jsonl") as file:
-            text = file.read()
-        self.write("runs/ledger.jsonl", text.replace("Say of each text", "Tell of each text"))
-        self.assertIn("NOT as it was sent", self.explained(second, "--input", "items.jsonl"))
-        self.write("runs/ledger.jsonl", text.replace('"string"', '"strange"'))
-        self.assertIn("cannot be rebuilt: task: ", self.explained(second, "--input", "items.jsonl"))
+        self.assertIn("text: (give", self.explained(second, "--input", "other.jsonl"))
+        text = self.bytes("t.jsonl").decode()
+        for one, other, words in (("Say of each text", "Tell of each text", "NOT as it was sent"),
+                                  ('"string"', '"strange"', "cannot be rebuilt: task: ")):
+            self.write("t.jsonl", text.replace(one, other))
+            self.assertIn(words, self.explained(second, "--input", "items.jsonl"))
 
     def test_explain_refuses_what_names_no_item_or_several(self):
-        self.write("items.jsonl", "".join(json.dumps({"id": key, "text": "text %d" % n}) + "\n" for n, key in enumerate(("a", "a", 7, "7", None))))
-        self.main("--input", "items.jsonl", "--model", "demo")
-        for asked, words in (("a", [bh.item_id("text 0"), bh.item_id("text 1")]), ("7", [bh.item_id("text 2"), bh.item_id("text 3")]),
-                             ("zzzz", ["names no item"]), (bh.item_id("text 0")[:3], ["4 digits or more"])):
-            code, out, err = self.main("explain", asked)
-            self.assertEqual((code, out), (2, ""))
-            for word in words:
-                self.assertIn(word, err)
-        self.assertIn("answered", self.explained(bh.item_id("text 4")))
-        self.assertIn("text 2", self.explained(bh.item_id("text 2"), "--input", "items.jsonl"))
+        keys = enumerate(("a", "a", 7, "7", None))
+        rows = [json.dumps({"id": key, "text": "text %d" % n}) for n, key in keys]
+        self.write("items.jsonl", "\n".join(rows))
+        self.run_on()
+        names = [bh.item_id("text %d" % n) for n in range(5)]
+        for asked, words in (("a", names[:2]), ("7", names[2:4]), ("zzzz", ["names 0 items"]),
+                             (names[0][:3], ["4 digits or more"])):
+            code, out, err = self.main("explain", asked, "--ledger", "t.jsonl")
+            self.assertEqual((code, [word for word in words if word not in err]), (2, []))
+        self.run_on("--id-length", 16, "--stage", "two")    # two ids of one text
+        self.assertEqual(self.explained(names[4]).count("\nline "), 2)
+
+    # ---- export ----
+
+    def export(self, *more, ledger="t.jsonl"):
+        return self.main("export", "--input", "items.jsonl", "--ledger", ledger, *more)
+
+    def exported(self, *more):
+        return [json.loads(row) for row in self.export(*more)[1].splitlines()]
+
+    def csv_rows(self, *more):
+        self.assertEqual(self.export("--output", "out.csv", *more)[0], 0)
+        with open("out.csv", encoding="utf-8", newline="") as file:
+            return list(csv.DictReader(file))
 
     def test_every_row_is_exported_in_order_with_where_it_stands(self):
-        self.write("items.jsonl", '{"id": 1, "text": " a "}\n{"id": 2, "text": "b"}\n{"id": 3, "text": 5}\n{"id": 4, "text": "a"}\n{"id": 5, "text": "d"}\n')
-
-        def script(prompt, n):
-            return completion(reply_to_prompt(prompt) if ">a<" in prompt else "no")
-        self.ask(self.serve(script), 0, "--limit", "2", "--skip-bad")
-        rows = self.export_rows("--skip-bad")
-        self.assertEqual([(row["row"], row["id"], row["status"], row["answer"], row["text"]) for row in rows],
-                         [(1, 1, "answered", "good", " a "), (2, 2, "quarantined", None, "b"), (3, 3, "skipped", None, None),
-                          (4, 4, "answered", "good", "a"), (5, 5, "pending", None, "d")])
-        self.assertEqual([(row["verdict"], row["detail"]) for row in rows], [(None, None), ("not_json", "Expecting value, at character 1")] + [(None, None)] * 3)
-        for ending in (".csv", ".db"):
-            self.main("export", "--input", "items.jsonl", "--skip-bad", "--output", "out" + ending)
-        with open("out.csv", encoding="utf-8", newline="") as file:
-            self.assertEqual([row["verdict"] for row in csv.DictReader(file)], ["", "not_json", "", "", ""])
+        self.write("items.jsonl", '{"id": 1.10, "text": " a "}\n{"id": 2, "text": "b"}\n'
+                   '{"id": 3, "text": 5}\n{"id": 4, "text": "a"}\n{"id": 5, "text": "d"}\n')
+        self.ask(self.serve(lambda prompt, n: completion(
+            reply_to_prompt(prompt) if ">a<" in prompt else "no")),
+            0, "--limit", 2, "--skip-bad", "--ledger", "t.jsonl")
+        detail = "Expecting value, at character 1"
+        expected = [(1, 1.1, "answered", "good", " a ", None, None),
+                    (2, 2, "quarantined", None, "b", "not_json", detail),
+                    (3, 3, "skipped", None, None, None, None),
+                    (4, 4, "answered", "good", "a", None, None),
+                    (5, 5, "pending", None, "d", None, None)]
+        rows = self.exported("--skip-bad")
+        columns = "row id status answer text verdict detail"
+        self.assertEqual([pick(row, columns) for row in rows], expected)
+        self.assertIn('"id": 1.10, ', self.export("--skip-bad")[1])
+        table = self.csv_rows("--skip-bad")
+        self.assertEqual([row["detail"] for row in table], ["", detail, "", "", ""])
+        self.assertEqual(table[0]["id"], "1.10")
+        self.export("--skip-bad", "--output", "out.db")
         with contextlib.closing(sqlite3.connect("out.db")) as base:
-            self.assertEqual(base.execute("SELECT detail FROM answers WHERE verdict = 'not_json'").fetchall(), [("Expecting value, at character 1",)])
-        self.assertEqual(rows[0]["text_sha256"], hashlib.sha256(b" a ").hexdigest())
-        self.assertEqual((rows[0]["item"], rows[0]["model_string"]), (bh.item_id("a"), "served-1"))
+            found = base.execute("SELECT %s FROM answers" % columns.replace(" ", ", ")).fetchall()
+        self.assertEqual(found[1:], expected[1:])
+        self.assertEqual(pick(rows[0], "item model_string text_sha256"), (
+            bh.item_id("a"), "served-1", hashlib.sha256(b" a ").hexdigest()))
         self.assertEqual([list(row) for row in rows], [list(bh.EXPORT_COLUMNS)] * 5)
 
     def test_csv_is_safe_in_a_spreadsheet_and_reversible(self):
-        texts = ["=1+1", "+1 great", "-2h late", "@someone hi", "=\t1", "\uff1d1+1", "'quoted'", '"=1"', "a,b", "-3.5", "two\r\nlines", "x\ry", "\u4e2d"]
-        self.write("items.jsonl", "".join(json.dumps({"id": "=" + str(n), "text": text}) + "\n" for n, text in enumerate(texts)))
-        self.write("task.json", '{"fields": {"score": {"const": -3.5}, "status": {"const": "=x"}}}')
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--task", "task.json")[0], 0)
-        self.main("export", "--input", "items.jsonl", "--output", "safe.csv")
-        with open("safe.csv", encoding="utf-8", newline="") as file:
-            rows = list(csv.DictReader(file))
-        self.assertEqual([row["text"][1:] if row["text"].startswith("'") else row["text"] for row in rows], texts)
+        texts = ["=1+1", "+1 great", "-2h late", "@someone hi", "=\t1", "\uff1d1+1", "'quoted'",
+                 '"=1"', "a,b", "-3.5", "two\r\nlines", "x\ry", "\u4e2d"]
+        rows = [json.dumps({"id": "=%d" % n, "text": text}) for n, text in enumerate(texts)]
+        self.write("items.jsonl", "\n".join(rows))
+        self.task_file(score={"const": -3.5}, status={"const": "=x"})
+        self.run_on("--task", "task.json")
+        rows = self.csv_rows()
+        self.assertEqual([re.sub("^'", "", row["text"]) for row in rows], texts)
         self.assertFalse([row["text"] for row in rows if row["text"][0] in "=+-@\t\r\uff1d"])
-        self.assertEqual({(row["answer.score"], row["answer.status"], row["status"], row["id"][:2]) for row in rows}, {("-3.5", "'=x", "answered", "'=")})
-        self.main("export", "--input", "items.jsonl", "--output", "raw.csv", "--raw-csv")
-        with open("raw.csv", encoding="utf-8", newline="") as file:
-            self.assertEqual([row["text"] for row in csv.DictReader(file)], texts)
+        self.assertEqual(pick(rows[3], "id status answer.score answer.status"),
+                         ("'=3", "answered", "-3.5", "'=x"))
+        self.assertEqual([row["text"] for row in self.csv_rows("--raw-csv")], texts)
+
+    def test_fields_named_like_columns_have_columns_of_their_own(self):
+        self.items_file(1)
+        self.task_file(**{"text": {"const": "a"}, "answer.text": {"const": "b"}, "=x": {"const": "c"}})
+        self.run_on("--task", "task.json")
+        [row] = self.csv_rows()
+        self.assertEqual(pick(row, "answer.text answer.answer.text answer.=x"), ("a", "b", "c"))
+        self.assertEqual(row["text"], "text number 0")
 
     def test_an_export_appears_whole_and_never_over_its_own_input(self):
         self.items_file(3)
-        self.main("--input", "items.jsonl", "--model", "demo")
-        for output in ("items.jsonl", "runs/ledger.jsonl", "none/x.csv", "."):
-            self.assertEqual(self.main("export", "--input", "items.jsonl", "--output", output)[0], 2, output)
-        code, _, err = self.main("export", "--input", "items.jsonl", "--output", "out.jsonl")
-        self.assertIn("3 rows to out.jsonl: answered 3", err)
-        self.assertEqual(sorted(os.listdir(".")), ["items.jsonl", "out.jsonl", "runs"])
+        self.run_on()
+        for output in ("items.jsonl", "t.jsonl", "none/x.csv", ".", "a.xlsx"):
+            self.assertEqual(self.export("--output", output)[0], 2, output)
+        self.assertIn("3 rows to o.jsonl: answered 3", self.export("--output", "o.jsonl")[2])
+        self.assertEqual(sorted(os.listdir(".")), ["items.jsonl", "o.jsonl", "t.jsonl"])
+        self.items_file(2, start=50)
+        self.assertIn("no text of this input has an answer", self.export()[2])
 
     @unittest.skipUnless(hasattr(os, "mkfifo"), "needs a pipe in the file system")
     def test_an_export_goes_through_links_and_into_pipes(self):
         self.items_file(3)
-        self.main("--input", "items.jsonl", "--model", "demo")
+        self.run_on()
         self.write("real.jsonl", "old")
         os.symlink("real.jsonl", "link.jsonl")
-        self.assertEqual(self.main("export", "--input", "items.jsonl", "--output", "link.jsonl")[0], 0)
+        self.assertEqual(self.export("--output", "link.jsonl")[0], 0)
         self.assertTrue(os.path.islink("link.jsonl"))
         self.assertEqual(len(self.bytes("real.jsonl").splitlines()), 3)
         os.mkfifo("pipe.jsonl")
         came = []
         reader = threading.Thread(target=lambda: came.append(self.bytes("pipe.jsonl")))
         reader.start()
-        self.assertEqual(self.main("export", "--input", "items.jsonl", "--output", "pipe.jsonl")[0], 0)
+        self.assertEqual(self.export("--output", "pipe.jsonl")[0], 0)
         reader.join(10)
         self.assertEqual(came, [self.bytes("real.jsonl")])
 
-    def test_fields_named_like_columns_have_columns_of_their_own(self):
-        self.items_file(1)
-        self.write("task.json", '{"fields": {"text": {"const": "a"}, "answer.text": {"const": "b"}, "=x": {"const": "c"}}}')
-        self.main("--input", "items.jsonl", "--model", "demo", "--task", "task.json")
-        self.main("export", "--input", "items.jsonl", "--output", "a.csv")
-        with open("a.csv", encoding="utf-8", newline="") as file:
-            [row] = csv.DictReader(file)
-        self.assertEqual((row["text"], row["answer.text"], row["answer.answer.text"], row["answer.=x"]), ("text number 0", "a", "b", "c"))
-
     def test_where_several_tasks_fit_all_are_named(self):
         self.items_file(2)
-        self.main("--input", "items.jsonl", "--model", "demo", "--instruction", "one")
-        self.main("--input", "items.jsonl", "--model", "demo", "--labels", "a,b", "--stage", "two")
-        code, _, err = self.main("export", "--input", "items.jsonl")
-        self.assertEqual(code, 2)
-        self.assertIn("(stage main, 2 answers, ", err)
-        self.assertEqual({row["answer"] in ("a", "b") for row in self.export_rows("--stage", "two")}, {True})
-        name = re.search("holds ([0-9a-f]{12})", err).group(1)
-        self.assertNotIn("a", {row["answer"] for row in self.export_rows("--fingerprint", name)})
+        self.run_on("--instruction", "one")
+        self.run_on("--labels", "a,b", "--stage", "two")
+        code, _, err = self.export()
+        name = re.search("holds ([0-9a-f]{12}) .stage main, 2 answers, ", err).group(1)
+        for words, labels in ((("--stage", "two"), True), (("--fingerprint", name), False)):
+            self.assertEqual({row["answer"] in ("a", "b") for row in self.exported(*words)}, {labels})
+
+    def test_a_task_without_answers_does_not_stand_in_the_way(self):
+        self.items_file(2)
+        self.write("mine.py", "from batch_harness import CallFailed\ndef ask(prompt): "
+                   "raise CallFailed('stop', 'no', status=10 ** 30, patience='x')\n")
+        self.assertEqual(self.run_on("--instruction", "A", model="py:mine.py:ask")[0], 3)
+        self.assertNotIn("damaged", self.text())
+        self.run_on("--instruction", "B", model="cmd:cat")
+        self.assertEqual(self.export()[0], 2)
+        self.run_on("--instruction", "B", "--retry-quarantined", model=self.model())
+        self.assertEqual(self.export()[0], 0)
 
     def test_the_export_is_the_same_under_any_locale(self):
         self.write("items.jsonl", '{"text": "\u8d28\u91cf\u5f88\u597d"}\n')
-        env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii", "PATH": os.environ.get("PATH", "")}
-        for words in (("--model", "demo"), ("export",), ("--model", "demo", "--dry-run")):
-            words = words[:1] * (words[0] == "export") + ("--input", "items.jsonl") + words[words[0] == "export":]
+        env = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0",
+               "PYTHONIOENCODING": "ascii", "PATH": os.environ.get("PATH", "")}
+        for words in ("run --model demo", "run --model demo --dry-run", "export"):
+            words = [*words.split(), "--input", "items.jsonl"]
             run = self.process(*words, env=env)
             out, err = run.communicate()
             self.assertEqual(run.returncode, 0, err)
-            if words[0] == "export":
-                self.assertEqual(out.decode("utf-8"), self.main(*words)[1])
+        self.assertEqual(out.decode("utf-8"), self.main(*words)[1])
+
 
 
 # ====================================================================================================================
