@@ -1,26 +1,31 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""batch_harness: ask a language model about many short texts, and keep only answers that prove whose they are.
+"""batch_harness: ask a language model about many short texts, keep only answers that prove whose.
 
 One file, standard library only, Python 3.8 or newer.  Copy it to any machine and:
 
-    python3 batch_harness.py --input sample_items.jsonl --batch-size 2 --ledger runs/demo.jsonl --model demo
-    python3 batch_harness.py --input reviews.csv --labels good,bad --instruction "..." --model openai:NAME --dry-run
-    python3 batch_harness.py trial --input sample_items.jsonl --sizes 1,1,2 --ledger runs/trial.jsonl --model demo
+    python3 batch_harness.py --input sample_items.jsonl --batch-size 2 --ledger runs/demo.jsonl \\
+        --model demo
+    python3 batch_harness.py --input reviews.csv --labels good,bad --instruction "..." \\
+        --model openai:NAME --dry-run
+    python3 batch_harness.py trial --input sample_items.jsonl --sizes 1,1,2 \\
+        --ledger runs/trial.jsonl --model demo
     python3 batch_harness.py report --ledger runs/demo.jsonl
-    python3 batch_harness.py export --ledger runs/demo.jsonl --input sample_items.jsonl --output answers.csv
+    python3 batch_harness.py export --ledger runs/demo.jsonl --input sample_items.jsonl \\
+        --output answers.csv
     python3 batch_harness.py audit --ledger runs/demo.jsonl --input sample_items.jsonl
     tail -n 3 runs/demo.jsonl
 
-The road a text travels:
+Read `run_batch` first: the rest of the file is that, made to survive.  The road a text travels:
 
-    Source.rows -> State.freeze -> batches -> build_prompt -> model -> validate -> attempt_row -> Ledger -> State
-                                      ^                                    |
-                                      +--- plan: the batch again, then singles
-    ledger -> report, explain, export, audit, apply
+    Source.rows -> State.freeze -> batches -> build_prompt -> model -> validate -> attempt_row
+                                      ^                                    |            |
+                                      +--- plan: the batch again, then singles          v
+    report, explain, export, audit, apply <- State <- Ledger <--------------------------+
 
-The promise: every id that was sent came back exactly once, or nothing of that reply is kept.  It says nothing about
-whether an answer is right; a model that exchanges contents under right ids passes every check of shape.
+The promise: every id that was sent came back exactly once, or nothing of that reply is kept.  It
+says nothing about whether an answer is right; a model that exchanges contents under right ids
+passes every check of shape.
 
 Invariants, each shown by tests:
     1. An id is a function of the text alone.
@@ -29,15 +34,18 @@ Invariants, each shown by tests:
     4. The ledger is only appended to, one whole line at a time, before a row's effect is visible.
     5. A rerun of a finished ledger makes no call and changes no byte.
     6. The model string in a row is what the endpoint said, or null: never what was asked for.
-    7. A call that brought no reply is not a verdict on an item (the endpoint's refusal of a content is a reply).
+    7. A call that brought no reply is not a verdict on an item (the endpoint's refusal of a
+       content is a reply).
     8. Nothing is guessed: no position, no prefix, no edit distance.
 
-Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checked does not hold; 2 usage or bad input,
-nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130 interrupted.
+Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checked does not hold;
+2 usage or bad input, nothing called; 3 stopped early by the endpoint, a budget or a deadline;
+4 batch jobs are waiting; 130 interrupted.
 
-Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state, THE
-TRUST LINE, settings, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.
-Whoever reads down to the trust line has read everything that decides which answer belongs to which item.
+Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan,
+rows, THE TRUST LINE, settings, ledger and state, words and files, models, run, batch jobs,
+statistics, report, explain and export, audit and apply, command line.  Whoever reads down to the
+trust line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
@@ -51,7 +59,10 @@ import time
 
 
 def leave(words: bytes) -> None:
-    """End this process at once, as an interrupted one, with a line for a terminal that may take nothing."""
+    """End this process at once, as an interrupted one, with a line for a terminal.
+
+    The terminal may take nothing, so a thread writes and is given half a second.
+    """
     def write() -> None:
         os.write(2, words)
         os._exit(130)
@@ -62,8 +73,9 @@ def leave(words: bytes) -> None:
         os._exit(130)
 
 
+STARTING = b"batch_harness: interrupted; nothing was called\n"
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, lambda number, frame: leave(b"batch_harness: interrupted; nothing was called\n"))
+    signal.signal(signal.SIGINT, lambda number, frame: leave(STARTING))
 
 import argparse
 import binascii
@@ -83,8 +95,9 @@ import re
 import string
 import threading
 import weakref
-from typing import (IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
-                    NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union)
+from typing import (
+    IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping, NamedTuple,
+    Optional, Sequence, Set, Tuple, TypeVar, Union)
 
 try:
     import zlib
@@ -7189,8 +7202,8 @@ def option_value(takes: str, text: str) -> Any:
     raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
 
 
-# Groups; under each, commands; and under these their options with what each takes: a choice of words,
-# one of TAKES or a text; one or several of them where + follows; to be given where ! does.
+# Groups; under each, commands; and under these their options with what each takes: a choice of
+# words, one of TAKES or a text; one or several of them where + follows; to be given where ! does.
 OPTIONS = """
 ledger:
   run trial emit collect explain apply
@@ -7389,7 +7402,7 @@ def chosen_task(options: Settings) -> Task:
 
 
 def check_collision(source: Source, state: State, length: int) -> None:
-    """HarnessError when two texts, of the input or of the ledger, share an id; it names both."""
+    """HarnessError when two texts, of the input or of the ledger, share an id; names both."""
     shared = state.collision(length)
     if shared is None:
         return
@@ -7447,7 +7460,7 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
 
 
 def taken_up(run: Run, source: Source, rows: Iterable[Mapping[str, Any]]) -> JobState:
-    """The jobs of a ledger, whose rows are applied; HarnessError where it cannot be gone on with."""
+    """The jobs of a ledger, whose rows are applied; HarnessError where it cannot go on."""
     state = run.arms[0].state
     known = len(state.status)
     jobs = JobState(run.task.fingerprint)
@@ -7686,6 +7699,7 @@ def spent_words(run: Run) -> str:
 
 def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
+    import shlex
     options, code, reason = run.options, run.code, run.reason
     if run.examples:
         out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(
@@ -7710,33 +7724,27 @@ def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> in
     trial = options.command == "trial"
     if quarantined:
         out("quarantined items stay out of later runs; `%s` says why; fix that, then %s" % (
-            typed("explain", "ID", "--ledger", options.ledger),
+            shlex.join(("explain", "ID", "--ledger", options.ledger)),
             "take another --ledger" if trial else "--retry-quarantined"))
     if trial or (answered and options.input != "-"):
-        words = ("report", "--ledger", options.ledger) if trial else export_words(run)
-        out("next: python3 batch_harness.py " + typed(*words))
+        words = ["report", "--ledger", options.ledger] if trial else export_words(run)
+        out("next: python3 batch_harness.py " + shlex.join(words))
     return QUARANTINED_LEFT if quarantined else DONE
 
 
-def typed(*words: str) -> str:
-    """Words as a shell takes them."""
-    import shlex
-    return " ".join(map(shlex.quote, words))
-
-
-def export_words(run: Run) -> Iterator[str]:
+def export_words(run: Run) -> List[str]:
     """The command that exports what this run answered."""
     options = run.options
-    yield from ("export", "--ledger", options.ledger)
+    words = ["export", "--ledger", options.ledger]
     for name in ("input", "input_format", "text_field", "id_field", "template", "table", "query",
                  "id_length"):
         if given(options, name):
-            yield from (spelled(name), str(getattr(options, name)))
+            words += [spelled(name), str(getattr(options, name))]
     if options.skip_bad:
-        yield "--skip-bad"
+        words.append("--skip-bad")
     if run.arms[0].state.other_tasks:
-        yield from ("--fingerprint", run.task.fingerprint)
-    yield from ("--output", os.path.splitext(options.ledger)[0] + "-answers.csv")
+        words += ["--fingerprint", run.task.fingerprint]
+    return [*words, "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]
 
 
 def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -7864,11 +7872,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         say("batch_harness: %s; then run the same command again, what is on the ledger counts"
             % error)
         return STOPPED
-    except Exception as error:      # no code but 3 says what is true: the ledger can be gone on with
+    except Exception as error:      # no code but 3 is true: the ledger can be gone on with
         import traceback
         where = traceback.extract_tb(error.__traceback__)[-1]
-        say("batch_harness: a fault of its own in %s, line %s: %s: %s; please report it, nothing on "
-            "the ledger is lost" % (where.name, where.lineno, type(error).__name__, error))
+        say("batch_harness: a fault of its own in %s, line %s: %s: %s; please report it, nothing "
+            "on the ledger is lost" % (where.name, where.lineno, type(error).__name__, error))
         return STOPPED
     finally:
         say.finish()
