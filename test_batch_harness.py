@@ -1352,7 +1352,7 @@ class Ledgers(Case):
         self.items_file(2)
         os.mkdir("runs")
         row = b'{"event": "run", "at": "2026'
-        for content in (row + b"\n", row + b'\n{"event": "run", "at"', b'{"event": "ru', b"{"):
+        for content in (row + b"\n", row + b'\n{"event": "run", "at"', b'{"event": "ru', b"{", row[:9] + b"\0" * 9):
             self.write("runs/ledger.jsonl", content)
             self.assertEqual(self.run_demo()[0], 0)
             self.assertTrue(self.bytes().startswith(content))
