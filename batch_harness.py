@@ -6506,7 +6506,7 @@ class Auditor:
     """Checks the rows of one ledger as they go by.
 
     `faults` is what does not hold, by line.  `counted` is added to: answers "derived" again,
-    "prompts" rebuilt, and, in words, what could not be checked.  `texts`: the input by id, or empty.
+    "prompts" rebuilt, and, in words, what could not be checked.  `texts`: the input by id, if any.
     """
 
     def __init__(self, texts: Mapping[str, Item], counted: Counter[str]) -> None:
