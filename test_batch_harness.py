@@ -1795,7 +1795,7 @@ def at(when, action):
 
 def table(text):
     """The rows of a table whose columns stand between bars."""
-    return [[cell.strip() for cell in line.split("|")] for line in text.strip().split("\n")]
+    return [[cell.strip(" ") for cell in line.split("|")] for line in text.strip().split("\n")]
 
 
 def says(text):
