@@ -3919,7 +3919,9 @@ class Pool:
             run.stop(failure.detail, STOPPED)
             return
         now = time.monotonic()
-        held = now < pace.held_until and failure.status == 429
+        flight.failures[ask] += 1
+        last = flight.failures[ask] >= MAX_FAILURES
+        held = now < pace.held_until and failure.status == 429 and not last
         wait = pace.failed(failure, now, self._in_flight + 1)
         patience = failure.patience
         if run.tally.replies:
@@ -3929,11 +3931,10 @@ class Pool:
             run.tally.failures += 1
         else:
             run.settle(ask, failure, {"wait": round(wait, 3)})
-        flight.failures[ask] += 1
         if failure.wait is not None and failure.wait > min(MAX_WAIT, run.deadline - now):
             run.stop("the endpoint asks to wait %d s, until %s (%s)" % (
                 wait, time.ctime(time.time() + wait), failure.detail), STOPPED)
-        elif flight.failures[ask] >= MAX_FAILURES and run.tally.replies:
+        elif last and run.tally.replies:
             self._push(flight.told(ask, REJECTED))      # not asked again like this
             if ask.last_form:
                 run.left.update(dict.fromkeys(ask.ids, failure.detail))
@@ -6617,7 +6618,8 @@ class Auditor:
         yield from self._digests(row)
 
     def _check_failure(self, row: Entry) -> None:
-        if "batch" in row:
+        if "batch" in row:          # that got no reply may be the reason for smaller calls
+            self._batches.setdefault(str(row.get("batch_id")), row["batch"])
             self._note(row, SUBMITTED)
 
     def _check_job(self, row: Entry) -> None:

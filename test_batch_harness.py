@@ -5530,6 +5530,17 @@ class AuditAndApply(EndpointCase):
         self.assertTrue(self.rows("l.jsonl", "failure"))
         self.holds("l.jsonl", *self.INPUT)
 
+    def test_a_ledger_of_a_batch_that_only_falls_apart_for_want_of_replies_holds(self):
+        for status in (500, 429):
+            def script(prompt, number, status=status):
+                alone = len(asked_in(prompt)) == 1 or "number 3" not in prompt
+                return completion(reply_to_prompt(prompt)) if alone else (status, b"", {})
+            self.write("l.jsonl", "")
+            with mock.patch.object(bh, "MAX_BACKOFF", 0.02):
+                self.ask(self.serve(script), 9, "--batch-size", "3", "--ledger", "l.jsonl")
+            self.assertEqual([len(row["batch"]) for row in self.rows("l.jsonl")], [3, 3, 1, 1, 1])
+            self.holds("l.jsonl", *self.INPUT)
+
     def test_a_ledger_that_was_killed_anywhere_and_gone_on_with_holds(self):
         self.failing(12)
         whole, random_ = self.bytes("l.jsonl"), random.Random(SEED)
