@@ -1,26 +1,30 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
-"""batch_harness: ask a language model about many short texts, and keep only answers that prove whose they are.
+"""batch_harness: ask a model about many short texts; keep only answers that prove whose they are.
+
+To understand it, read `run_batch` (search for it): thirty lines that ask, judge and ask again.  The
+rest of the file is that, made to survive: crashes, endpoints, jobs that take a day, and doubt.
 
 One file, standard library only, Python 3.8 or newer.  Copy it to any machine and:
 
-    python3 batch_harness.py --input sample_items.jsonl --batch-size 2 --ledger runs/demo.jsonl --model demo
-    python3 batch_harness.py --input reviews.csv --labels good,bad --instruction "..." --model openai:NAME --dry-run
-    python3 batch_harness.py trial --input sample_items.jsonl --sizes 1,1,2 --ledger runs/trial.jsonl --model demo
-    python3 batch_harness.py report --ledger runs/demo.jsonl
-    python3 batch_harness.py export --ledger runs/demo.jsonl --input sample_items.jsonl --output answers.csv
-    python3 batch_harness.py audit --ledger runs/demo.jsonl --input sample_items.jsonl
-    tail -n 3 runs/demo.jsonl
+    python3 batch_harness.py --input sample_items.jsonl --batch-size 2 --model demo
+    python3 batch_harness.py --input reviews.csv --labels good,bad --model openai:NAME --dry-run
+    python3 batch_harness.py trial --input sample_items.jsonl --sizes 1,1,2 --model demo
+    python3 batch_harness.py report
+    python3 batch_harness.py export --input sample_items.jsonl --output answers.csv
+    python3 batch_harness.py audit --input sample_items.jsonl
+    tail -n 3 runs/ledger.jsonl
 
 The road a text travels:
 
-    Source.rows -> State.freeze -> batches -> build_prompt -> model -> validate -> attempt_row -> Ledger -> State
+    Source.rows -> State.freeze -> batches -> build_prompt -> model -> validate -> attempt_row -> Ledger
                                       ^                                    |
                                       +--- plan: the batch again, then singles
     ledger -> report, explain, export, audit, apply
 
-The promise: every id that was sent came back exactly once, or nothing of that reply is kept.  It says nothing about
-whether an answer is right; a model that exchanges contents under right ids passes every check of shape.
+The promise: every id that was sent came back exactly once, or nothing of that reply is kept.  It says
+nothing about whether an answer is right; a model that exchanges contents under right ids passes every
+check of shape.
 
 Invariants, each shown by tests:
     1. An id is a function of the text alone.
@@ -29,15 +33,17 @@ Invariants, each shown by tests:
     4. The ledger is only appended to, one whole line at a time, before a row's effect is visible.
     5. A rerun of a finished ledger makes no call and changes no byte.
     6. The model string in a row is what the endpoint said, or null: never what was asked for.
-    7. A call that brought no reply is not a verdict on an item (the endpoint's refusal of a content is a reply).
+    7. A call that brought no reply is no verdict on an item (a refusal of its content is a reply).
     8. Nothing is guessed: no position, no prefix, no edit distance.
 
-Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checked does not hold; 2 usage or bad input,
-nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch jobs are waiting; 130 interrupted.
+Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checked does not hold;
+2 usage or bad input, nothing called; 3 stopped early by the endpoint, a budget or a deadline; 4 batch
+jobs are waiting; 130 interrupted.
 
-Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, ledger and state, THE
-TRUST LINE, settings, models, run, batch jobs, statistics, report, explain and export, audit and apply, command line.
-Whoever reads down to the trust line has read everything that decides which answer belongs to which item.
+Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan, rows,
+THE TRUST LINE, settings, files, ledger and state, models, run, batch jobs, statistics, report, explain
+and export, audit and apply, command line.  Whoever reads down to the trust line has read everything
+that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
@@ -93,9 +99,10 @@ except ImportError:             # some Pythons are built without it; only what i
 
 __version__ = "0.1"
 
-# ====================================================================================================================
-# VOCABULARY.  Every word a ledger row, the report or a script may rely on.  A test holds the README's tables to these.
-# ====================================================================================================================
+# ==================================================================================================
+# VOCABULARY.  Every word a ledger row, the report or a script may rely on.  A test holds the README's
+# tables to these.
+# ==================================================================================================
 
 VERDICTS: Dict[str, str] = {
     "ok": "accepted: every id came back exactly once and every value obeys its rule",
@@ -116,25 +123,29 @@ VERDICTS: Dict[str, str] = {
     "stale_rubric": "an element echoes another rubric version",
     "rejected": "the endpoint refused this content (HTTP 400, 413 or 422)",
 }
-HOPELESS = frozenset({"truncated", "refused", "rejected"})      # the identical request would end the same way
+HOPELESS = frozenset({"truncated", "refused", "rejected"})  # the same request would end the same way
 
 NORMALISATIONS: Dict[str, str] = {
     "bom": "a byte order mark around the reply was dropped",
     "white_space": "white space around the reply was dropped",
     "fence": "one code fence around the whole reply was taken off",
-    "reasoning": "a reasoning block, or channels before the final one, that ended before the JSON began, was dropped",
+    "reasoning": "a reasoning block, or channels before the final one, that ended before the JSON "
+                 "began, was dropped",
     "bare_object": "in a call of one item, one bare object stood for a list of one",
     "id_spelling": "an id was stripped and lowercased",
     "id_integer": "an id of digits only was written as a JSON integer",
 }
 
-# Why a reply ended, compared as sent: Gemini's words are in capitals, "sensitive" and "network_error" are Zhipu's.
-CUT_FINISHES = frozenset({"length", "max_tokens", "model_length", "model_context_window_exceeded", "MAX_TOKENS"})
-REFUSED_FINISHES = frozenset({"content_filter", "refusal", "sensitive", "SAFETY", "PROHIBITED_CONTENT", "RECITATION",
-                              "BLOCKLIST", "SPII"})
-FAILED_FINISHES = frozenset({"error", "abort", "insufficient_system_resource", "network_error"})    # no reply
-REJECTED = "rejected"                                           # our own finish: the endpoint refused the prompt
-MISPLACED = "json_in_reasoning"                                 # our own finish: all that came was beside the content
+# Why a reply ended, as sent: capitals are Gemini's, "sensitive" and "network_error" Zhipu's.
+CUT_FINISHES = frozenset({
+    "length", "max_tokens", "model_length", "model_context_window_exceeded", "MAX_TOKENS"})
+REFUSED_FINISHES = frozenset({
+    "content_filter", "refusal", "sensitive", "SAFETY", "PROHIBITED_CONTENT", "RECITATION",
+    "BLOCKLIST", "SPII"})
+FAILED_FINISHES = frozenset({               # no reply
+    "error", "abort", "insufficient_system_resource", "network_error"})
+REJECTED = "rejected"                       # our own finish: the endpoint refused the prompt
+MISPLACED = "json_in_reasoning"             # our own finish: all that came was beside the content
 
 DONE, QUARANTINED_LEFT, USAGE, STOPPED, WAITING, INTERRUPTED = 0, 1, 2, 3, 4, 130
 EXITS: Dict[int, str] = {
@@ -146,21 +157,20 @@ EXITS: Dict[int, str] = {
     INTERRUPTED: "interrupted",
 }
 
-PROMPT_FORM = 1                 # raised whenever build_prompt's wording changes: it is part of a task's fingerprint
-MAX_DEPTH = 64                  # of JSON in replies and tasks: deeper than any honest one, far from Python's own limit
-MAX_DIGITS = 4300               # of one integer: what Python from 3.11 on refuses to convert, made the same everywhere
-MAX_INTEGER = 1 << 63           # of what is counted: tokens, rows, attempts
-MAX_REPORTED = 20               # bad input lines shown before the count alone goes on
-ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
-MAX_KEPT = 500                  # characters of an endpoint's words that are shown or put on the ledger
+PROMPT_FORM = 1             # raised when build_prompt's wording changes: a part of every fingerprint
+MAX_DEPTH = 64              # of JSON in replies and tasks: deeper than any honest one
+MAX_DIGITS = 4300           # of one integer: Python from 3.11 on refuses more, here every one does
+MAX_INTEGER = 1 << 63       # of what is counted: tokens, rows, attempts
+MAX_REPORTED = 20           # bad input lines shown before the count alone goes on
+MAX_KEPT = 500              # characters of an endpoint's words that are shown or put on the ledger
 
 
-# ====================================================================================================================
-# ERRORS.  What a person must mend, and a call that brought no reply.  A bad row and a bad reply are values.
-# ====================================================================================================================
+# ==================================================================================================
+# ERRORS.  What a person must fix, and a call that brought no reply.  Bad rows and replies are values.
+# ==================================================================================================
 
 class HarnessError(Exception):
-    """Something a person must mend: what happened; what to do.  `lines`, one for each bad row, come before it."""
+    """What a person must fix: what happened; what to do.  `lines`, one a bad row, come before it."""
 
     def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -168,34 +178,42 @@ class HarnessError(Exception):
 
 
 class CallFailed(Exception):
-    """A call that brought no reply.  It says nothing about any item (invariant 7), unless its content was refused.
+    """A call that brought no reply.  It says nothing about any item, unless its content was refused.
 
-    kind      'retry': wait, then the same call; 'rejected': this content is refused; 'stop': no call can succeed
+    kind      'retry': wait, then the same call; 'rejected': this content is refused; 'stop': no call
+              can succeed
     wait      seconds the server asked for, or None
     patience  how many such failures in a row end a run in which no call has succeeded yet
     billed    whether the work may have been charged although no reply came
-    certain   of a rejection: the endpoint says that it is for the content, and not for what all calls share
+    certain   of a rejection: the endpoint says that it is for the content, not for what calls share
     """
 
-    def __init__(self, kind: str, detail: str, *, status: Optional[int] = None, wait: Optional[float] = None,
-                 patience: int = 8, billed: bool = False) -> None:
+    def __init__(self, kind: str, detail: str, *, status: Optional[int] = None,
+                 wait: Optional[float] = None, patience: int = 8, billed: bool = False) -> None:
         self.kind = kind if kind in ("rejected", "stop") else "retry"
         self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:MAX_KEPT]
-        self.status = status if type(status) is int and abs(status) < MAX_INTEGER else None
-        self.wait = wait if type(wait) in (int, float) and 0 <= wait < math.inf else None  # type: ignore[operator]
-        self.patience, self.billed = patience if type(patience) is int else 8, bool(billed)
+        self.status: Optional[int] = None
+        self.wait: Optional[float] = None
+        self.patience = 8
+        # A person's own function raises these, too, and may give anything.
+        if type(status) is int and abs(status) < MAX_INTEGER:
+            self.status = status
+        if isinstance(wait, (int, float)) and 0 <= wait < math.inf:
+            self.wait = wait
+        if type(patience) is int:
+            self.patience = patience
+        self.billed = bool(billed)
         self.certain = False
         super().__init__(self.detail)
 
 
-# ====================================================================================================================
-# ITEMS.  What is asked about.  An id is a function of the text alone; equal texts are one item.  Readers stream; what
-# is wrong with a row is a value, what is wrong with a whole file a HarnessError.  Only Source opens a file.
-# ====================================================================================================================
+# ==================================================================================================
+# ITEMS.  What is asked about, and strict JSON.  An id is a function of the text alone; equal texts are
+# one item.  Pure: nothing here opens a file.
+# ==================================================================================================
 
-ID_LENGTH = 12                  # hex digits: two of 20 million texts collide with probability one half (2 ** 48 ids)
+ID_LENGTH = 12      # hex digits: of 20 million texts two collide with probability one half (2 ** 48)
 SURROGATE = re.compile("[\ud800-\udfff]")
-NUL_MARK = "\udc00"             # stands for NUL while the csv module reads; surrogateescape never makes this one
 
 
 def text_digest(text: str) -> str:
@@ -213,8 +231,9 @@ def key_of(digest: str) -> int:
     return int(digest[:32], 16)
 
 
-class Item(NamedTuple("Item", [("text", str), ("id", str), ("digest", str), ("source", Optional[str])])):
-    """One text to be asked about: `Item(text)`.  Frozen; `text` is stripped, and `id` begins the 64-digit `digest`.
+class Item(NamedTuple("Item", [
+        ("text", str), ("id", str), ("digest", str), ("source", Optional[str])])):
+    """One text to be asked about: `Item(text)`.  Frozen; `text` is stripped, `id` begins the `digest`.
 
     `source` is the caller's own key of the first row with this text, as JSON.
     """
@@ -225,8 +244,17 @@ class Item(NamedTuple("Item", [("text", str), ("id", str), ("digest", str), ("so
         digest = text_digest(text)
         return super().__new__(cls, text.strip(), digest[:id_length], digest, source)
 
-    def __getnewargs__(self) -> Tuple[Any, ...]:        # so that items travel between processes (Ray, Spark)
+    def __getnewargs__(self) -> Tuple[Any, ...]:    # so that items travel between processes (Ray, Spark)
         return self.text, self.source, len(self.id)
+
+
+class Row(NamedTuple):
+    """One row of the input.  `error` says what is wrong with it, and then `text` is empty."""
+
+    line: int                   # the physical line it begins on, from 1 (of a table: the row's number)
+    text: str                   # as it stands in the input, unstripped
+    key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
+    error: Optional[str] = None
 
 
 class Spelled(str):
@@ -243,9 +271,10 @@ def _members(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
 
 
 def _finite(spelled: str) -> float:
-    if not math.isfinite(float(spelled)):
+    value = float(spelled)
+    if not math.isfinite(value):
         raise ValueError("%s is not JSON (too large, or no number)" % spelled[:40])
-    return float(spelled)
+    return value
 
 
 def _figures(spelled: str) -> str:
@@ -253,9 +282,10 @@ def _figures(spelled: str) -> str:
 
 
 def _exact(spelled: str) -> float:
-    """A float that is written back as the same decimal value; ValueError where the number would be rounded."""
+    """A float that is written back as the same decimal value; ValueError where it would be rounded."""
     value = _finite(spelled)
-    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures are an equal value.
+    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures
+    # are an equal value.
     if spelled != repr(value) and _figures(spelled) != _figures(repr(value)):
         raise ValueError("the number %s would be rounded to %r" % (shown(Spelled(spelled), 40), value))
     return value
@@ -267,469 +297,54 @@ def _integer(digits: str) -> int:
     return int(digits)
 
 
-INPUT_JSON = json.JSONDecoder(
-    object_pairs_hook=_members, parse_constant=_finite, parse_float=Spelled,
-    parse_int=lambda digits: Spelled(digits) if digits == "-0" or len(digits) > 300 else int(digits))
-REPLY_JSON = json.JSONDecoder(
-    object_pairs_hook=_members, parse_constant=_finite, parse_float=_exact, parse_int=_integer)
-RESULT_JSON = json.JSONDecoder(parse_constant=_finite, parse_float=_finite)
-LEDGER_JSON = json.JSONDecoder(object_pairs_hook=_members, parse_constant=_finite, parse_float=_finite)
+def _key_integer(digits: str) -> Any:
+    if digits == "-0" or len(digits) > 300:
+        return Spelled(digits)
+    return int(digits)
+
+
+_strict = functools.partial(json.JSONDecoder, object_pairs_hook=_members, parse_constant=_finite)
+INPUT_JSON = _strict(parse_float=Spelled, parse_int=_key_integer)
+REPLY_JSON = _strict(parse_float=_exact, parse_int=_integer)
+LEDGER_JSON = _strict(parse_float=_finite)
 encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False).encode
 _sorted_json = json.JSONEncoder(sort_keys=True).encode
 
-
-def whole_value(decoder: Any, text: str) -> Any:
-    """The one JSON value of a text: what decoder.decode gives, without its two looks for white space."""
-    try:
-        value, end = decoder.scan_once(text, 0)
-    except StopIteration:
-        value, end = None, -1
-    return value if end == len(text) else decoder.decode(text)
-
-
-def shown(value: Any, limit: int = 80) -> str:
-    """A value as short JSON for a message."""
-    text = value if isinstance(value, Spelled) else json.dumps(value, ensure_ascii=False, default=kind_of)
-    return text if len(text) <= limit else text[:limit - 3] + "..."
+KINDS: Dict[type, str] = {      # the JSON names of kinds of values
+    str: "a string", bool: "a boolean", int: "a number", float: "a number", Spelled: "a number",
+    list: "a list", dict: "an object", type(None): "null"}
 
 
 def kind_of(value: Any) -> str:
     """The JSON name of a value's kind, for messages."""
-    kind = float if isinstance(value, Spelled) else type(value)
-    return {str: "a string", bool: "a boolean", int: "a number", float: "a number", list: "a list", dict: "an object",
-            type(None): "null"}.get(kind, kind.__name__)
+    return KINDS.get(type(value), type(value).__name__)
+
+
+def shown(value: Any, limit: int = 80) -> str:
+    """A value as short JSON for a message."""
+    text = str(value)
+    if not isinstance(value, Spelled):
+        text = json.dumps(value, ensure_ascii=False, default=kind_of)
+    if len(text) > limit:
+        return text[:limit - 3] + "..."
+    return text
+
+
+def json_fault(error: Exception) -> str:
+    """What is wrong with a text that is no JSON, from what its decoder raised."""
+    if isinstance(error, RecursionError):
+        return "nested too deep"
+    if isinstance(error, json.JSONDecodeError):
+        what = error.msg.replace("Extra data", "text after the JSON value")
+        return "%s, at character %d" % (what, error.pos + 1)
+    return str(error)
 
 
 def too_deep(value: Any, left: int = MAX_DEPTH) -> bool:
     """Whether lists and objects are nested deeper than MAX_DEPTH."""
-    members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return left == 0 or any(too_deep(member, left - 1) for member in members)
-
-
-Record = Tuple[int, Any, Optional[str]]             # line, the record (an object or a string), what is wrong
-AS_LINES = 'to_json("items.jsonl", orient="records", lines=True)'
-ARRAY_GAP = re.compile(r"\s*(\[\s*\]|[][,]?)\s*")   # what stands before a value of an array, or ends it
-
-
-def read_jsonl(lines: Iterable[bytes]) -> Iterator[Record]:
-    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows."""
-    for number, raw in enumerate(lines, 1):
-        try:
-            text = raw.decode("utf-8-sig" if number == 1 else "utf-8").strip(" \t\r\n")
-            if text:
-                yield number, whole_value(INPUT_JSON, text), None
-        except UnicodeDecodeError as error:
-            yield number, None, "invalid UTF-8 at byte %d; convert the file to UTF-8" % (error.start + 1)
-        except (ValueError, RecursionError) as error:
-            yield number, None, "not JSON: " + _why_not_json(text, error)
-
-
-def _why_not_json(text: str, error: Exception) -> str:
-    if text.endswith(("},", '",')):
-        return "a comma after the value; write no commas between lines"
-    if isinstance(error, json.JSONDecodeError):
-        return "%s at character %d; one object or string a line, or --input-format text" % (error.msg, error.pos + 1)
-    return "%s; mend the line" % (error if isinstance(error, ValueError) else "nested too deep")
-
-
-def read_array(stream: Any) -> Iterator[Record]:
-    """Records of a text stream that holds one JSON array, each under the line it begins on; one is held at a time.
-
-    Where the array breaks nothing after it can be told apart: HarnessError.
-    """
-    held, at, line, wanted = "", 0, 1, "["
-    while True:
-        gap: Any = ARRAY_GAP.match(held, at)
-        mark, place = gap.group(1), gap.end()
-        short, known = place == len(held), mark != "" and mark[0] in wanted
-        why = "it has no end" if short else "no comma between two values, or text after the end"
-        if known and mark[-1] != "]" and not short:
-            try:
-                value, end = INPUT_JSON.raw_decode(held, place)
-            except (ValueError, RecursionError) as error:
-                why = "nested too deep" if isinstance(error, RecursionError) else getattr(error, "msg", str(error))
-                place = getattr(error, "pos", place)
-                short = why.startswith("Unterminated") or place > len(held) - 16        # no word of JSON is longer
-            else:
-                line += held.count("\n", at, place)
-                yield line, value, None
-                line += held.count("\n", place, end)
-                at, wanted = end, ",]"
-                continue
-        more = stream.read(max(HEAD, len(held) - at)) if short else ""
-        if known and mark[-1] == "]" and short and not more:
-            return
-        if not more:
-            raise HarnessError("%d: this JSON array is not whole: %s; fix it there, or write one object a line" % (
-                line + held.count("\n", at, place), why))
-        held, at = held[at:] + more, 0
-
-
-def of_one_kind(records: Iterable[Record]) -> Iterator[Record]:
-    """The records, each held to be an object or a string as the first one is."""
-    kind: Any = None
-    for number, value, error in records:
-        if error is not None:
-            yield number, value, error
-        elif type(value) not in (dict, str):
-            yield number, None, "%s; write one object or one string a line" % kind_of(value)
-        elif kind not in (None, type(value)):
-            yield number, None, "%s where the first row is %s; use one kind" % (kind_of(value), kind_of(kind()))
-        else:
-            kind = type(value)
-            yield number, value, None
-
-
-def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
-    """Lines as text for the csv and plain readers; what is not UTF-8, and NUL, becomes a surrogate to be refused."""
-    for number, raw in enumerate(lines):
-        text = raw.decode("utf-8", "surrogateescape").replace("\0", NUL_MARK)
-        yield text[1:] if number == 0 and text.startswith("\ufeff") else text
-
-
-def read_text(lines: Iterable[bytes]) -> Iterator[Record]:
-    """One item a line; blank lines are no rows."""
-    return ((number, text.rstrip("\r\n"), None) for number, text in enumerate(_decoded(lines), 1) if text.strip())
-
-
-def read_csv(lines: Iterable[bytes], delimiter: str = ",") -> Iterator[Record]:
-    """Records of a CSV or TSV stream with a header; a `sep=;` line before the header names the delimiter."""
-    import csv
-    csv.field_size_limit(2 ** 31 - 1)
-    source = _decoded(lines)
-    first = next(source, "")
-    named = re.match(r"(?i)\"?sep=([^\r\n\"])\"?\s*\Z", first)
-    delimiter, rest = (named.group(1), source) if named else (delimiter, itertools.chain([first], source))
-    reader = csv.reader(rest, delimiter=delimiter, strict=True)
-    header: List[str] = []
-    while True:
-        line = reader.line_num + (2 if named else 1)
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            if "unexpected end" in str(error):          # everything after it was read as one cell: no row to be skipped
-                raise HarnessError("%d: a CSV quote that opens here or later is not closed; close it" % line)
-            if not header:
-                raise HarnessError("%d: the CSV header: %s; mend the quotes" % (line, error))
-            yield line, None, "%s; mend the quotes" % error
-            continue
-        if not cells or (len(cells) == 1 != len(header) and not cells[0].strip()):
-            continue
-        if not header:
-            header = [name.strip() for name in cells]
-            if len(set(header)) != len(header):
-                raise HarnessError("%d: two columns have one name (%s); rename one" % (line, ", ".join(header)))
-        elif len(cells) != len(header):
-            yield line, None, "%d cells under a header of %d (%s); quote delimiters in cells, or delete what stands " \
-                "above the header" % (len(cells), len(header), shown(delimiter.join(header)))
-        else:
-            yield line, dict(zip(header, cells)), None
-
-
-def delimiter_of(text: str, usual: str, fits: Callable[[List[str]], bool]) -> str:
-    """The delimiter under which the first row of a text is the header that is looked for, or has the most columns."""
-    import csv
-    headers: Dict[str, List[str]] = {usual: []}
-    for delimiter in (usual, *",;\t|"):
-        with contextlib.suppress(csv.Error, StopIteration):
-            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
-            headers[delimiter] = [name.strip() for name in next(filter(None, rows))]
-    found = [delimiter for delimiter, header in headers.items() if fits(header)]
-    return (found or sorted(headers, key=lambda delimiter: -len(headers[delimiter])))[0]
-
-
-def member(record: Any, name: str) -> Any:
-    """A field by its name; where there is none of that name, a dotted one leads inside.  KeyError: there is none."""
-    if not isinstance(record, dict) or name not in record and "." not in name:
-        raise KeyError(name)
-    outer, _, inner = name.partition(".")
-    return record[name] if name in record else member(record.get(outer), inner)
-
-
-@functools.lru_cache(maxsize=100)
-def no_field(name: str, names: Tuple[str, ...]) -> str:
-    """What to say where a record with these names lacks one, and which of them may be meant."""
-    import difflib
-    likely = [other for other in names if other.endswith("." + name)]
-    spelled = {other.lower(): other for other in names}
-    likely += [spelled[other] for other in difflib.get_close_matches(name.lower(), spelled, 1)]
-    words = "--text-field " + shown(likely[0]) if likely else "--text-field"
-    inside = " (it lies inside another)" if likely and "." in likely[0] else ""
-    return "no field %s; it has %s: name the text with %s%s" % (
-        shown(name), ", ".join(map(shown, names[:MAX_REPORTED])) or "none", words, inside)
-
-
-def is_table(record: Any) -> bool:
-    """Whether a record is a whole table by columns or by index, as pandas' to_json writes it unless told otherwise."""
-    columns = list(record.values()) if isinstance(record, dict) else []
-    return bool(columns) and all(isinstance(column, dict) and column for column in columns) and any(
-        name.isdigit() for name in (*record, *columns[0]))
-
-
-class RowTemplate(string.Template):
-    """`$name` as in string.Template; `${any column name}` may hold spaces and any script."""
-
-    braceidpattern = r"[^{}]+"
-
-
-class Row(NamedTuple):
-    """One record of the input.  `error` says what is wrong with it, and then `text` is empty."""
-
-    line: int                   # the physical line it begins on, from 1 (of a table: the row's number)
-    text: str                   # as it stands in the input, unstripped
-    key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
-    error: Optional[str] = None
-
-
-class InputSpec(NamedTuple):
-    """What to read, and which part of a record is the text and which the caller's key."""
-
-    path: str
-    format: Optional[str] = None        # jsonl, csv, tsv, text, sqlite; None: by the file's ending
-    text_field: str = "text"
-    id_field: Optional[str] = None      # None: "id" where there is one
-    template: Optional[RowTemplate] = None
-    query: Optional[str] = None         # of an SQLite file
-    shard: Tuple[int, int] = (1, 1)     # i of n: of the good rows those whose id, as a number, leaves i - 1 modulo n
-
-    def holds(self, row: Row) -> bool:
-        """Whether a row is of this shard; bad rows are of every one."""
-        part, parts = self.shard
-        return row.error is not None or int(item_id(row.text), 16) % parts == part - 1
-
-    def row(self, record: Record) -> Row:
-        """The row of a record: its text and key, or what is wrong with it."""
-        line, value, error = record
-        key: Optional[str] = None
-        try:
-            if error is not None:
-                raise ValueError(error)
-            if isinstance(value, str) and (self.template or self.id_field):
-                raise ValueError("a plain text has no fields; leave out --template and --id-field")
-            key = None if isinstance(value, str) else self._key(value)
-            text = value if isinstance(value, str) else self._text(value)
-            if "\0" in text or NUL_MARK in text:
-                raise ValueError("a NUL character in the text; remove it")
-            if not text.isascii() and SURROGATE.search(text):
-                raise ValueError("invalid UTF-8 or a lone surrogate in the text; mend it")
-            if not text.strip():
-                raise ValueError("blank text; remove the row")
-            return Row(line, text, key)
-        except ValueError as problem:
-            table = "a whole table in one object; write one object a line, in pandas with " + AS_LINES
-            return Row(line, "", key, table if is_table(value) else str(problem))
-
-    def fits(self, header: Sequence[str]) -> bool:
-        """Whether a table with these columns has what the text is made of."""
-        with contextlib.suppress(ValueError):
-            return self._text(dict.fromkeys(header, "text")) != ""
-        return False
-
-    def _text(self, record: Mapping[str, Any]) -> str:
-        if self.template is not None:
-            scalars = {name: value if isinstance(value, str) else encode(value) for name, value in record.items()
-                       if isinstance(value, (str, int, bool))}
-            try:
-                return self.template.substitute(scalars)
-            except KeyError as missing:
-                raise ValueError("no text or number in field %s; --template uses it" % shown(missing.args[0]))
-        try:
-            text = member(record, self.text_field)
-        except KeyError:
-            inner = ("%s.%s" % (outer, name) for outer, value in record.items() if isinstance(value, dict)
-                     for name in value)
-            raise ValueError(no_field(self.text_field, tuple(itertools.islice(itertools.chain(record, inner), 1000))))
-        if type(text) is not str:
-            raise ValueError("field %s is %s; it must be a string" % (shown(self.text_field), kind_of(text)))
-        return text
-
-    def _key(self, record: Mapping[str, Any]) -> Optional[str]:
-        name = "id" if self.id_field is None else self.id_field
-        if name not in record and self.id_field is None:
-            return None
-        try:
-            key = member(record, name)
-        except KeyError:
-            raise ValueError("no field %s; --id-field names it" % shown(name))
-        if isinstance(key, (list, dict)):
-            raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
-        if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
-            raise ValueError("the id in field %s holds a NUL or a lone surrogate; mend it" % shown(name))
-        return str(key) if isinstance(key, Spelled) or type(key) is int else encode(key)
-
-
-FORMATS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv", ".txt": "text",
-           ".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite"}
-READERS: Dict[str, Callable[[Any], Iterator[Record]]] = {
-    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": read_csv,
-    "sqlite": read_jsonl}               # tables are spooled as JSONL
-NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
-HEAD = 1 << 16                          # bytes that an input is recognised by
-FOREIGN = {                             # how files begin that are none of these -> what they are; what to do
-    rb"PK\x03\x04.*(?:xl/|\[Content_Types)": "an Excel workbook; save the sheet as CSV UTF-8",
-    rb"PK\x03\x04": "a zip archive; unpack it and name the file in it",
-    rb"\xd0\xcf\x11\xe0": "an old Excel workbook; save the sheet as CSV UTF-8",
-    rb"PAR1[^\t\r\n -~]": "a Parquet file; write it as JSONL, in pandas with read_parquet(FILE)." + AS_LINES,
-    rb"SQLite format 3\x00": "an SQLite database; add --input-format sqlite, and --table or --query",
-    rb"BZh\d1AY&SY|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed and not by gzip; decompress it"}
-
-
-class Source:
-    """An input that can be read twice, one pass after the other.  What can be read only once is spooled, and tables."""
-
-    def __init__(self, spec: InputSpec) -> None:
-        self.spec = spec
-        self.name = "standard input" if spec.path == "-" else spec.path
-        ending = os.path.splitext(re.sub(r"\.gz\Z", "", spec.path))[1].lower()
-        self._format = spec.format or ("jsonl" if spec.path == "-" else FORMATS.get(ending, ""))
-        self._wrapping: Any = ()                        # of io.TextIOWrapper, where the lines are not those of bytes
-        self._spool: Optional[IO[bytes]] = None
-        if os.path.isdir(spec.path):
-            raise HarnessError("%s is a folder; name a file in it" % self.name)
-        if spec.query and self._format not in ("", "sqlite"):
-            raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; leave them out, or add "
-                               "--input-format sqlite" % (self.name, self._format))
-        try:
-            if self._format == "sqlite" or spec.path == "-" or not os.path.isfile(spec.path):
-                self._fill_spool()
-            with self._open() as file, unzipped(file) as stream:
-                self._read = self._reader(b"" if self._format == "sqlite" else stream.read(HEAD))
-            if not self._format:
-                raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, text or "
-                                   "sqlite" % (self.name, shown(ending)))
-        except (*NOT_READ, HarnessError) as error:
-            self.close()
-            raise error if isinstance(error, HarnessError) else HarnessError(
-                "cannot read %s: %s; check --input" % (self.name, getattr(error, "strerror", None) or error))
-
-    def rows(self) -> Iterator[Row]:
-        """Every row, good or bad, in the order of the input."""
-        try:
-            with self._open() as file, unzipped(file) as stream, self._wrapped(stream) as lines:
-                records = self._read(lines)
-                first = next(records, None)
-                if first is None and self._format != "sqlite":
-                    raise HarnessError(" it holds no rows (of CSV, the first line is the header); check --input")
-                records = of_one_kind(records if first is None else itertools.chain([first], records))
-                rows = map(self.spec.row, records)
-                yield from rows if self.spec.shard == (1, 1) else filter(self.spec.holds, rows)
-        except NOT_READ as error:
-            raise HarnessError("%s: %s; is the file whole?" % (self.name, error))
-        except HarnessError as error:
-            raise HarnessError("%s:%s" % (self.name, error))
-
-    def _reader(self, head: bytes) -> Callable[[Any], Iterator[Record]]:
-        """How the input is to be read, as its first bytes show; HarnessError where it is of no such kind."""
-        for begin, words in FOREIGN.items():
-            if re.match(begin, head, re.S):
-                raise HarnessError("%s is %s" % (self.name, words))
-        nuls = [head[place::2].count(0) for place in (0, 1)]
-        encoding = "utf-16" if head[:2] in (b"\xff\xfe", b"\xfe\xff") else ""
-        # Without a mark, the NULs of UTF-16 stand in one of two places, and are many.
-        if not encoding and max(nuls) > max(2, 8 * min(nuls), len(head) // 32):
-            import shlex
-            wide, (base, ending) = "UTF-16LE" if nuls[0] < nuls[1] else "UTF-16BE", os.path.splitext(self.spec.path)
-            raise HarnessError("%s is in %s without a byte order mark; type: iconv -f %s -t UTF-8 %s > %s" % (
-                self.name, wide, wide, shlex.quote(self.spec.path), shlex.quote(base + "-utf8" + ending)))
-        text = head.decode(encoding or "utf-8-sig", "replace")
-        if self._format == "jsonl" and text.lstrip()[:1] == "[":
-            self._wrapping = (encoding or "utf-8-sig", "surrogateescape")
-            return read_array
-        read = READERS.get(self._format, read_text)
-        if self._format in ("csv", "tsv"):
-            usual = "," if self._format == "csv" else "\t"
-            read = functools.partial(read_csv, delimiter=delimiter_of(text, usual, self.spec.fits))
-        elif self._format == "text" and encoding and "\t" in text.partition("\n")[0] and self.spec.format is None:
-            raise HarnessError("%s is a table in UTF-16, as Excel saves Unicode Text; add --input-format tsv (or "
-                               "text, where each line is one text)" % self.name)
-        newline = "\r" if "\r" in text and "\n" not in text else "\n"
-        if not encoding and newline == "\n":
-            return read
-        self._wrapping, back = (encoding or "latin-1", "surrogateescape", newline), "utf-8" if encoding else "latin-1"
-        return lambda lines: read(line.encode(back, "surrogateescape") for line in lines)
-
-    def _wrapped(self, stream: Any) -> Any:
-        return io.TextIOWrapper(stream, *self._wrapping) if self._wrapping else stream
-
-    def close(self) -> None:
-        """Let go of the spool."""
-        if self._spool is not None:
-            self._spool.close()
-
-    def _open(self) -> IO[bytes]:
-        if self._spool is not None:
-            self._spool.seek(0)
-        return open(self.spec.path if self._spool is None else os.dup(self._spool.fileno()), "rb")
-
-    def _fill_spool(self) -> None:
-        import tempfile
-        if self.spec.path == "-" and sys.stdin is None:
-            raise HarnessError("standard input is closed; name a file with --input")
-        self._spool = tempfile.TemporaryFile()
-        if self._format == "sqlite":
-            self._spool.writelines(self._table())
-        else:
-            with sys.stdin.buffer if self.spec.path == "-" else open(self.spec.path, "rb") as stream:
-                self._spool.writelines(stream)
-        self._spool.flush()
-
-    def _table(self) -> Iterator[bytes]:
-        """The rows of the SQLite query as lines of JSON; what JSON cannot hold becomes null."""
-        import sqlite3
-        import urllib.parse
-        try:
-            path = urllib.parse.quote(os.fsencode(os.path.abspath(self.spec.path)))
-            with contextlib.closing(sqlite3.connect("file:%s?mode=ro" % path, uri=True)) as base:
-                base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
-                if not self.spec.query:
-                    tables = base.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
-                    raise HarnessError("%s: name what to read with --table or --query; it has %s"
-                                       % (self.name, ", ".join(name for name, in tables) or "no tables"))
-                cursor = base.execute(self.spec.query)
-                columns = [column[0] for column in cursor.description or ()]
-                if len(set(columns)) != len(columns):
-                    raise HarnessError("%s: the query gives two columns one name; rename one with AS" % self.name)
-                for cells in cursor:
-                    plain = [None if isinstance(c, bytes) or c in (math.inf, -math.inf) else c for c in cells]
-                    yield json.dumps(dict(zip(columns, plain))).encode("ascii") + b"\n"
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            raise HarnessError("cannot read %s: %s; check --input, --table and --query" % (self.name, error))
-
-
-def unzipped(file: IO[bytes]) -> Any:
-    """The content of a file that may be gzipped."""
-    zipped = file.read(2) == b"\x1f\x8b"
-    file.seek(0)
-    if not zipped:
-        return file
-    import gzip
-    return gzip.open(file, "rb")
-
-
-def good_rows(rows: Iterable[Row], name: str, skip_bad: bool, seen: Counter[str]) -> Iterator[Row]:
-    """Yield the good rows; then HarnessError names the first bad lines, unless skip_bad and any row was good.
-
-    `seen` counts the bad ones.
-    """
-    bad: List[str] = []
-    count = good = 0
-    for row in rows:
-        if row.error is None:
-            good += 1
-            yield row
-        else:
-            count += 1
-            if count <= MAX_REPORTED:
-                bad.append("%s:%d: %s" % (name, row.line, row.error))
-    seen["bad"] = count
-    if count and not good and all(": no field " in line for line in bad):       # a wrong name, and no bad row
-        raise HarnessError(bad[0])
-    if count and not (skip_bad and good):
-        first = " (the first %d are shown)" % MAX_REPORTED if count > MAX_REPORTED else ""
-        raise HarnessError("%d bad row%s in %s%s; mend them, or leave them out with --skip-bad"
-                           % (count, "s" * (count > 1), name, first), lines=bad)
+    if isinstance(value, dict):
+        return too_deep(list(value.values()), left)
+    return left == 0 or isinstance(value, list) and any(too_deep(member, left - 1) for member in value)
 
 
 # ====================================================================================================================
@@ -1074,7 +689,7 @@ class Verdict(NamedTuple):
     reordered: bool = False                 # right ids in another order than asked
 
 
-class _Refused(Exception):
+class NotOk(Exception):
     """Leaves the validation of a reply with the verdict's members."""
 
     def __init__(self, code: str, detail: str, missing: Sequence[str] = (), extra: Sequence[str] = ()) -> None:
@@ -1096,13 +711,13 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     notes: List[str] = []
     try:
         if len(set(ids)) < len(ids):
-            raise _Refused("duplicate_ids", "two of the items that were sent share an id")
+            raise NotOk("duplicate_ids", "two of the items that were sent share an id")
         by_id = _by_id(_elements(_json_of(raw, notes), task, len(ids), notes), ids, notes)
         reordered = list(by_id) != ids
         if reordered and strict_order:
-            raise _Refused("order_mismatch", "the ids came back in the order " + ", ".join(by_id))
+            raise NotOk("order_mismatch", "the ids came back in the order " + ", ".join(by_id))
         answers = {name: _answer(name, by_id[name], task) for name in ids}
-    except _Refused as refused:
+    except NotOk as refused:
         return Verdict(refused.code, {}, refused.missing, refused.extra, refused.detail, tuple(notes))
     return Verdict("ok", answers, normalised=tuple(notes), reordered=reordered)
 
@@ -1115,21 +730,21 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
     reply = raw if isinstance(raw, Reply) else Reply(raw)
     text, finish, refusal = reply.text, _word(reply.finish), _word(reply.refusal)
     if finish == REJECTED:
-        raise _Refused("rejected", refusal or "")
+        raise NotOk("rejected", refusal or "")
     if refusal or finish in REFUSED_FINISHES:
-        raise _Refused("refused", (refusal or "finish: %s" % finish)[:MAX_KEPT])
+        raise NotOk("refused", (refusal or "finish: %s" % finish)[:MAX_KEPT])
     if finish == MISPLACED:
-        raise _Refused("empty_reply", "the content is empty; the JSON stands in the reasoning, which is no answer: "
+        raise NotOk("empty_reply", "the content is empty; the JSON stands in the reasoning, which is no answer: "
                        "turn thinking off, or the server's reasoning parser")
     cut = finish in CUT_FINISHES
     if text is None or (isinstance(text, str) and not str.strip(text, "\ufeff \t\r\n")):
-        raise _Refused("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
+        raise NotOk("truncated" if cut else "empty_reply", "finish: %s" % finish if finish else "")
     if not isinstance(text, str):
-        raise _Refused("not_json", "%s %s, not text" % (NO_TEXT, type(text).__name__))
+        raise NotOk("not_json", "%s %s, not text" % (NO_TEXT, type(text).__name__))
     try:
         return _unwrapped(str.__str__(text), notes)             # a subclass could be anything
-    except _Refused as refused:
-        raise _Refused("truncated", "finish: %s; %s" % (finish, refused.detail)) if cut else refused
+    except NotOk as refused:
+        raise NotOk("truncated", "finish: %s; %s" % (finish, refused.detail)) if cut else refused
 
 
 REASONING = tuple((re.compile(opening), re.compile(end, re.S), words) for opening, end, words in (
@@ -1156,13 +771,13 @@ def _views(bare: str) -> Iterator[Tuple[List[str], str]]:
         ended = end.search(bare)
         if not ended:
             if opening.match(bare):
-                raise _Refused("not_json", words)
+                raise NotOk("not_json", words)
             continue
         begun = opening.search(bare, 0, ended.start())
         if begun and begun.start():
-            raise _Refused("not_json", "text before the reasoning")
+            raise NotOk("not_json", "text before the reasoning")
         if not begun and INNERMOST.search(bare, 0, ended.start()):
-            raise _Refused("not_json", "a JSON value before the end of a reasoning that never began")
+            raise NotOk("not_json", "a JSON value before the end of a reasoning that never began")
         text = ended.group(1).strip()
         yield ["reasoning"], text
         yield from _fenced(["reasoning"], text)
@@ -1189,7 +804,7 @@ def _unwrapped(text: str, notes: List[str]) -> Any:
     for used, view in _views(bare):
         try:
             value = strict_json(view)
-        except _Refused as refused:
+        except NotOk as refused:
             problem = refused
         else:
             notes += used
@@ -1203,14 +818,14 @@ def strict_json(text: str) -> Any:
         value = REPLY_JSON.decode(text)
     except json.JSONDecodeError as error:
         what = "text after the JSON value" if error.msg == "Extra data" else error.msg
-        raise _Refused("not_json", "%s, at character %d" % (what, error.pos + 1))
+        raise NotOk("not_json", "%s, at character %d" % (what, error.pos + 1))
     except (ValueError, RecursionError) as error:
-        raise _Refused("not_json", str(error) if isinstance(error, ValueError) else "nested too deep")
+        raise NotOk("not_json", str(error) if isinstance(error, ValueError) else "nested too deep")
     if text.count("[") + text.count("{") > MAX_DEPTH and too_deep(value):
-        raise _Refused("not_json", "nested too deep")
+        raise NotOk("not_json", "nested too deep")
     # An escaped surrogate shows only in the value; encoding the value back is the whole check.
     if SURROGATE.search(text) or ("\\u" in text and SURROGATE.search(encode(value))):
-        raise _Refused("not_json", "a lone surrogate")
+        raise NotOk("not_json", "a lone surrogate")
     return value
 
 
@@ -1218,18 +833,18 @@ def _elements(value: Any, task: Task, count: int, notes: List[str]) -> List[Dict
     """The objects of a reply, each with its id as a member."""
     if task.form == "keyed":
         if not isinstance(value, dict) or not all(isinstance(members, dict) for members in value.values()):
-            raise _Refused("not_an_object", "the reply is not one object of objects keyed by id")
+            raise NotOk("not_an_object", "the reply is not one object of objects keyed by id")
         if any("id" in members for members in value.values()):
-            raise _Refused("unknown_field", "id, inside a member that is keyed by id")
+            raise NotOk("unknown_field", "id, inside a member that is keyed by id")
         return [dict(members, id=name) for name, members in value.items()]
     if isinstance(value, dict) and count == 1:
         notes.append("bare_object")
         return [value]
     if not isinstance(value, list):
-        raise _Refused("not_a_list", "the reply is %s" % kind_of(value))
+        raise NotOk("not_a_list", "the reply is %s" % kind_of(value))
     for place, element in enumerate(value, 1):
         if not isinstance(element, dict):
-            raise _Refused("not_an_object", "element %d is %s" % (place, kind_of(element)))
+            raise NotOk("not_an_object", "element %d is %s" % (place, kind_of(element)))
     return value
 
 
@@ -1239,9 +854,9 @@ def _by_id(elements: List[Dict[str, Any]], ids: List[str], notes: List[str]) -> 
     missing, extra = sorted(set(ids) - set(found)), sorted(set(found) - set(ids))
     if len(set(found)) < len(found):
         twice = [name for name, times in collections.Counter(found).items() if times > 1]
-        raise _Refused("duplicate_ids", "more than once: " + ", ".join(map(shown, twice[:20])), missing, extra[:100])
+        raise NotOk("duplicate_ids", "more than once: " + ", ".join(map(shown, twice[:20])), missing, extra[:100])
     if missing or extra:
-        raise _Refused("set_mismatch", "expected %d, got %d" % (len(ids), len(found)), missing, extra[:100])
+        raise NotOk("set_mismatch", "expected %d, got %d" % (len(ids), len(found)), missing, extra[:100])
     return dict(zip(found, elements))       # each element beside the id it carries itself
 
 
@@ -1249,7 +864,7 @@ def _id_of(element: Dict[str, Any], place: int, notes: List[str]) -> str:
     """The id an element names: a string stripped and lowercased, or an integer's own digits.  Nothing else."""
     named: Any = element.get("id")
     if type(named) not in (str, int):
-        raise _Refused("missing_id", "element %d has no id" % place if "id" not in element else
+        raise NotOk("missing_id", "element %d has no id" % place if "id" not in element else
                        "the id of element %d is %s" % (place, kind_of(named)))
     spelled, note = (str(named), "id_integer") if type(named) is int else (named.strip().lower(), "id_spelling")
     if spelled != named and note not in notes:
@@ -1262,21 +877,21 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
     expected = {"id", *task.fields} if task.rubric_version is None else {"id", "rubric_version", *task.fields}
     if element.keys() != expected:
         unknown, absent = [field for field in element if field not in expected], sorted(expected - element.keys())
-        raise _Refused("unknown_field" if unknown else "missing_field",
+        raise NotOk("unknown_field" if unknown else "missing_field",
                        "%s: %s" % (name, ", ".join(map(shown, unknown[:8] or absent))))
     version = element.get("rubric_version")
     if type(version) is not type(task.rubric_version) or version != task.rubric_version:
-        raise _Refused("stale_rubric", "%s: rubric_version %s, not %s" % (name, shown(version), task.rubric_version))
+        raise NotOk("stale_rubric", "%s: rubric_version %s, not %s" % (name, shown(version), task.rubric_version))
     for field, schema in task.fields.items():
         value, labels = element[field], labels_of(schema)
         if is_blank(value, schema):
-            raise _Refused("empty_answer", "%s: %s is blank" % (name, shown(field)))
+            raise NotOk("empty_answer", "%s: %s is blank" % (name, shown(field)))
         rule = broken_rule(schema, value)
         # A label is the label as it was declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.
         if rule is None and labels and _sorted_json(value) not in map(_sorted_json, labels):
             rule = "enum"
         if rule is not None:
-            raise _Refused("bad_value", "%s: %s breaks %s: %s" % (name, shown(field), rule, shown(value)))
+            raise NotOk("bad_value", "%s: %s breaks %s: %s" % (name, shown(field), rule, shown(value)))
     return element["answer"] if task.bare else {field: element[field] for field in task.fields}
 
 
@@ -1319,14 +934,6 @@ Plan = Generator[List[Ask], List[str], None]
 def batch_id(ids: Iterable[str]) -> str:
     """The name of a batch: 12 hex digits over its ids in the order sent."""
     return hashlib.sha256("\n".join(ids).encode("ascii")).hexdigest()[:12]
-
-
-def ids_digest(ids: Iterable[str]) -> str:
-    """32 hex digits over the ids of an input: given sorted, the same for the same texts in any order."""
-    whole = hashlib.sha256()
-    for name in ids:
-        whole.update(b"%s\n" % name.encode("ascii"))
-    return whole.hexdigest()[:32]
 
 
 def batches(items: Iterable[Item], size: int, max_chars: Optional[int] = None) -> Iterator[Tuple[Item, ...]]:
@@ -1636,7 +1243,7 @@ class Log:
         row: Any = None
         cut = False
         try:
-            row = whole_value(LEDGER_JSON, line.decode("utf-8-sig" if self.number == 1 else "utf-8"))
+            row = LEDGER_JSON.decode(line.decode("utf-8-sig" if self.number == 1 else "utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             cut = isinstance(error, json.JSONDecodeError) or line[-1:] != b"}"
         except (ValueError, RecursionError):    # whole, with what no row has: a name twice, NaN
@@ -1761,6 +1368,457 @@ class Settings(NamedTuple):
 
 
 # ==================================================================================================
+# FILES.  The input as a stream of rows.  What is wrong with a row is a value, what is wrong with a
+# whole file a HarnessError.  Only Source opens a file.
+# ==================================================================================================
+
+Record = Tuple[int, Any]                # line; an object, a string, or as an exception what is wrong:
+                                        # ValueError with the record, HarnessError with all that follows
+AS_LINES = 'to_json("items.jsonl", orient="records", lines=True)'
+ARRAY_GAP = re.compile(r"\s*(\[\s*\]|[][,]?)\s*")   # what stands before a value of an array, or ends it
+NUL_MARK = "\udc00"                     # stands for NUL while the csv module reads
+HEAD = 1 << 16                          # what an input is recognised by: so many bytes
+ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
+NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
+
+
+def read_jsonl(lines: Iterable[str]) -> Iterator[Record]:
+    """Records of a JSONL stream, split at \\n alone.  Blank lines are no rows."""
+    for number, line in enumerate(lines, 1):
+        text = line.strip(" \t\r\n")
+        if not text:
+            continue
+        value: Any = None
+        try:
+            value = INPUT_JSON.decode(text)
+            if not text.isascii():
+                text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            value = ValueError("invalid UTF-8 at character %d; convert the file to UTF-8" % (error.start + 1))
+        except (ValueError, RecursionError) as error:
+            value = ValueError("not JSON: %s; write one object or string a line, no commas between them, "
+                               "or add --input-format text" % json_fault(error))
+        yield number, value
+
+
+def read_array(stream: Any) -> Iterator[Record]:
+    """Records of a text stream that is one JSON array, under the lines they begin on, one at a time."""
+    held, at, line, wanted = "", 0, 1, "["
+    while True:
+        gap: Any = ARRAY_GAP.match(held, at)
+        mark, place = gap.group(1), gap.end()
+        known = mark != "" and mark[0] in wanted
+        short = place == len(held)
+        why = "no comma between two values, or text after the end"
+        if short:
+            why = "it has no end"
+        elif known and mark[-1] != "]":
+            try:
+                value, end = INPUT_JSON.raw_decode(held, place)
+            except (ValueError, RecursionError) as error:
+                why = json_fault(error).partition(", at")[0]
+                place = getattr(error, "pos", place)
+                # A string may go on, and so may a word of JSON, of which none is longer.
+                short = why.startswith("Unterminated") or place > len(held) - 16
+            else:
+                line += held.count("\n", at, place)
+                yield line, value
+                line += held.count("\n", place, end)
+                at, wanted = end, ",]"
+                continue
+        more = short and stream.read(max(HEAD, len(held) - at))
+        if not more and known and short and mark[-1] == "]":
+            return
+        if not more:
+            line += held.count("\n", at, place)
+            why = "this JSON array is not whole: %s; fix it there, or write one object a line" % why
+            yield line, HarnessError(why)
+            return
+        held = held[at:] + more
+        at = 0
+
+
+def read_text(lines: Iterable[str]) -> Iterator[Record]:
+    """One item a line; blank lines are no rows."""
+    return ((number, line.rstrip("\r\n")) for number, line in enumerate(lines, 1) if line.strip())
+
+
+def read_csv(lines: Iterator[str], delimiter: str = ",") -> Iterator[Record]:
+    """Records of a CSV stream with a header; a `sep=;` line before that names the delimiter."""
+    import csv
+    csv.field_size_limit(2 ** 31 - 1)
+    first = next(lines, "")
+    named = re.match(r"(?i)\"?sep=([^\r\n\"])\"?\s*\Z", first)
+    above = 1
+    if named:
+        delimiter = named.group(1)
+        above = 2
+    else:
+        lines = itertools.chain([first], lines)
+    plain = (line.replace("\0", NUL_MARK) for line in lines)
+    reader = csv.reader(plain, delimiter=delimiter, strict=True)
+    header: List[str] = []
+    while True:
+        line = reader.line_num + above
+        try:
+            cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            words = "%s; close or double the CSV quote that opens here or later" % error
+            # After an open quote everything was read as one cell: no row to be skipped.
+            if not header or "unexpected end" in words:
+                yield line, HarnessError(words)
+                return
+            yield line, ValueError(words)
+            continue
+        if not cells or (len(cells) == 1 != len(header) and not cells[0].strip()):
+            continue
+        if not header:
+            header = [name.strip() for name in cells]
+            if len(set(header)) < len(header):
+                words = "two columns have one name (%s); rename one" % ", ".join(header)
+                yield line, HarnessError(words)
+                return
+        elif len(cells) == len(header):
+            yield line, dict(zip(header, cells))
+        else:
+            yield line, ValueError(
+                "%d cells under a header of %d (%s); quote delimiters in cells, or delete what stands "
+                "above the header" % (len(cells), len(header), shown(delimiter.join(header))))
+
+
+def delimiter_of(text: str, usual: str, fits: Callable[[List[str]], bool]) -> str:
+    """The delimiter under which a text's first row fits as the header, or else has most columns."""
+    import csv
+    found: Dict[str, Tuple[bool, int]] = {}
+    for delimiter in usual + ",;\t|":
+        with contextlib.suppress(csv.Error, StopIteration):
+            rows = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+            header = [name.strip() for name in next(filter(None, rows))]
+            found[delimiter] = (fits(header), len(header))
+    return max(found, key=lambda delimiter: found[delimiter], default=usual)
+
+
+def member(record: Any, name: str) -> Any:
+    """A field by its name; where there is none of that name, a dotted one leads inside.  KeyError."""
+    if not isinstance(record, dict) or name not in record and "." not in name:
+        raise KeyError(name)
+    if name in record:
+        return record[name]
+    outer, _, inner = name.partition(".")
+    return member(record.get(outer), inner)
+
+
+@functools.lru_cache(maxsize=100)
+def no_field(name: str, names: Tuple[str, ...]) -> str:
+    """What to say where a record with these names lacks one, and which of them may be meant."""
+    import difflib
+    spelled = {other.lower(): other for other in names}
+    likely = [other for other in names if other.endswith("." + name)]
+    likely += [spelled[other] for other in difflib.get_close_matches(name.lower(), spelled, 1)]
+    return "no field %s; it has %s: name the text with --text-field %s" % (
+        shown(name), ", ".join(map(shown, names[:MAX_REPORTED])), "".join(map(shown, likely[:1])))
+
+
+class RowTemplate(string.Template):
+    """`$name` as in string.Template; `${any column name}` may hold spaces and any script."""
+
+    braceidpattern = r"[^{}]+"
+
+
+def template_of(text: str) -> RowTemplate:
+    """A template; HarnessError where it names no field, or cannot be read."""
+    template = RowTemplate(text)
+    names: Dict[str, str] = collections.defaultdict(str)
+    with contextlib.suppress(ValueError):
+        template.substitute(names)
+        if names:
+            return template
+    raise HarnessError("--template names no field, or has a $ that names none; write $name, "
+                       "${any name} or $$")
+
+
+FORMATS = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "tsv",
+    ".txt": "text", ".db": "sqlite", ".sqlite": "sqlite", ".sqlite3": "sqlite"}
+READERS: Dict[str, Callable[[Any], Iterator[Record]]] = {
+    "jsonl": read_jsonl, "text": read_text, "csv": read_csv, "tsv": read_csv,
+    "sqlite": read_jsonl}               # tables are spooled as JSONL
+FOREIGN = {                             # how files begin that are none of these -> what they are
+    rb"PK\x03\x04.*(?:xl/|\[Content_Types)": "an Excel workbook; save the sheet as CSV UTF-8",
+    rb"PK\x03\x04": "a zip archive; unpack it and name the file in it",
+    rb"\xd0\xcf\x11\xe0": "an old Excel workbook; save the sheet as CSV UTF-8",
+    rb"PAR1[^\t\r\n -~]": "a Parquet file; write it as JSONL, in pandas with read_parquet(FILE)." + AS_LINES,
+    rb"SQLite format 3\x00": "an SQLite database; add --input-format sqlite, and --table or --query",
+    rb"BZh\d1AY&SY|\xfd7zXZ|\x28\xb5\x2f\xfd": "compressed and not by gzip; decompress it"}
+
+
+class Source:
+    """An input as a stream of rows that can be read twice, one pass after the other.
+
+    What can be read only once is spooled, and tables.  `skipped` counts the bad rows of good_rows.
+    """
+
+    def __init__(self, options: Settings) -> None:
+        for one, other in (("template", "text_field"), ("table", "query")):
+            if getattr(options, one) and getattr(options, other):
+                raise HarnessError("--%s and --%s say the same; give one of them" % (
+                    one, other.replace("_", "-")))
+        self.name = self._path = options.input
+        self.skipped = 0
+        self._options = options
+        self._template: Optional[RowTemplate] = None
+        if options.template is not None:
+            self._template = template_of(options.template)
+        self._query = options.query
+        if options.table:
+            self._query = 'SELECT * FROM "%s"' % options.table.replace('"', '""')
+        self._spool: Optional[IO[bytes]] = None
+        ending = os.path.splitext(re.sub(r"\.gz\Z", "", self._path))[1].lower()
+        self._format = options.input_format or FORMATS.get(ending, "")
+        if self._path == "-":
+            self.name = "standard input"
+            self._format = self._format or "jsonl"
+        if os.path.isdir(self._path):
+            raise HarnessError("%s is a folder; name a file in it" % self.name)
+        if self._query and self._format not in ("", "sqlite"):
+            raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; leave them "
+                               "out, or add --input-format sqlite" % (self.name, self._format))
+        try:
+            with self._stream() as stream:
+                self._recognise(stream.read(HEAD))
+        except HarnessError:
+            self.close()
+            raise
+        if not self._format:
+            raise HarnessError("%s: the ending %s names no format; add --input-format jsonl, csv, tsv, "
+                               "text or sqlite" % (self.name, shown(ending)))
+
+    def close(self) -> None:
+        """Let go of the spool."""
+        if self._spool is not None:
+            self._spool.close()
+
+    def rows(self) -> Iterator[Row]:
+        """Every row, good or bad, in the order of the input."""
+        part, parts = self._options.shard
+        line, kind = 0, None
+        with self._stream() as stream, io.TextIOWrapper(stream, *self._text) as lines:
+            for line, value in self._read(lines):
+                if isinstance(value, HarnessError):
+                    raise HarnessError("%s:%d: %s" % (self.name, line, value))
+                if kind is None and type(value) in (dict, str):
+                    kind = type(value)
+                row = self._row(line, value, kind)
+                if parts == 1 or row.error or int(item_id(row.text), 16) % parts == part - 1:
+                    yield row
+        if not line and self._format != "sqlite":
+            raise HarnessError("%s: it holds no rows (of CSV, the first line is the header); check "
+                               "--input" % self.name)
+
+    def good_rows(self) -> Iterator[Row]:
+        """The rows that can be asked about; then HarnessError names the first bad ones.
+
+        With --skip-bad these are only counted, unless no row is good.
+        """
+        bad: List[str] = []
+        good = self.skipped = 0
+        for row in self.rows():
+            if row.error is None:
+                good += 1
+                yield row
+                continue
+            self.skipped += 1
+            if len(bad) < MAX_REPORTED:
+                bad.append("%s:%d: %s" % (self.name, row.line, row.error))
+        if not bad or (good and self._options.skip_bad):
+            return
+        if not good and all(": no field " in words for words in bad):   # a wrong name, and no bad row
+            raise HarnessError(bad[0])
+        raise HarnessError("%d bad rows in %s (%d shown); fix them, or leave them out with --skip-bad" % (
+            self.skipped, self.name, len(bad)), bad)
+
+    # ---- one row ----
+
+    def _row(self, line: int, value: Any, kind: Optional[type]) -> Row:
+        """The row of a record: its text and key, or what is wrong with it."""
+        key: Optional[str] = None
+        text = value
+        try:
+            if isinstance(value, ValueError):
+                raise value
+            if type(value) is not kind:
+                raise ValueError("%s; write an object on every line, or a string on every line" % kind_of(value))
+            if isinstance(value, dict):
+                key = self._key(value)
+                text = self._text_of(value)
+            elif self._template or self._options.id_field:
+                raise ValueError("a plain text has no fields; leave out --template and --id-field")
+            if "\0" in text or not text.isascii() and SURROGATE.search(text):
+                raise ValueError("a NUL, invalid UTF-8 or a lone surrogate in the text; fix it")
+            if not text.strip():
+                raise ValueError("blank text; remove the row")
+        except ValueError as problem:
+            return Row(line, "", key, str(problem))
+        return Row(line, text, key)
+
+    def _text_of(self, record: Dict[str, Any]) -> str:
+        if self._template is not None:
+            scalars = {name: value for name, value in record.items() if isinstance(value, str)}
+            for name, value in record.items():
+                if isinstance(value, int):
+                    scalars[name] = encode(value)
+            try:
+                return self._template.substitute(scalars)
+            except KeyError as missing:
+                raise ValueError("no text or number in field %s; --template uses it" % shown(missing.args[0]))
+        name = self._options.text_field or "text"
+        try:
+            text = member(record, name)
+        except KeyError:
+            inner = ("%s.%s" % (outer, deep) for outer, value in record.items()
+                     if isinstance(value, dict) for deep in value)
+            names = itertools.islice(itertools.chain(record, inner), 1000)
+            raise ValueError(no_field(name, tuple(names)))
+        if type(text) is str:
+            return text
+        words = "field %s is %s; it must be a string" % (shown(name), kind_of(text))
+        if isinstance(text, dict):      # as pandas writes a whole table
+            words += ": write one row a line, in pandas with " + AS_LINES
+        raise ValueError(words)
+
+    def _key(self, record: Dict[str, Any]) -> Optional[str]:
+        name = self._options.id_field
+        if name is None and "id" not in record:
+            return None
+        name = name or "id"
+        try:
+            key = member(record, name)
+        except KeyError:
+            raise ValueError("no field %s; --id-field names it" % shown(name))
+        if isinstance(key, (list, dict)):
+            raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
+        if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
+            raise ValueError("the id in field %s holds a NUL or a lone surrogate; fix it" % shown(name))
+        if isinstance(key, Spelled) or type(key) is int:
+            return str(key)
+        return encode(key)
+
+    # ---- the file ----
+
+    @contextlib.contextmanager
+    def _stream(self) -> Iterator[IO[bytes]]:
+        """The bytes of the input, unzipped, from the beginning."""
+        try:
+            with self._open() as file, unzipped(file) as stream:
+                yield stream
+        except NOT_READ as error:
+            words = getattr(error, "strerror", None) or error
+            raise HarnessError("cannot read %s: %s; is it there, and whole?" % (self.name, words))
+
+    def _open(self) -> IO[bytes]:
+        once = self._path == "-" or self._format == "sqlite" or not os.path.isfile(self._path)
+        if once and self._spool is None:
+            self._fill_spool()
+        if self._spool is None:
+            return open(self._path, "rb")
+        self._spool.seek(0)
+        return open(os.dup(self._spool.fileno()), "rb")
+
+    def _fill_spool(self) -> None:
+        import tempfile
+        self._spool = tempfile.TemporaryFile()
+        if self._format == "sqlite":
+            self._spool.writelines(self._table())
+        elif self._path == "-":
+            with open(0, "rb", closefd=False) as stream:
+                self._spool.writelines(stream)
+        else:
+            with open(self._path, "rb") as stream:
+                self._spool.writelines(stream)
+        self._spool.flush()
+
+    def _table(self) -> Iterator[bytes]:
+        """The rows of the SQLite query as lines of JSON; what JSON cannot hold becomes null."""
+        import sqlite3
+        import urllib.parse
+        try:
+            path = urllib.parse.quote(os.fsencode(os.path.abspath(self._path)))
+            with contextlib.closing(sqlite3.connect("file:%s?mode=ro" % path, uri=True)) as base:
+                base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+                if not self._query:
+                    tables = base.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+                    raise HarnessError("%s: name what to read with --table or --query; it has %s" % (
+                        self.name, ", ".join(name for name, in tables)))
+                cursor = base.execute(self._query)
+                columns = [column[0] for column in cursor.description or ()]
+                if len(set(columns)) < len(columns):
+                    raise HarnessError("%s: the query gives two columns one name; rename one with AS" % self.name)
+                for cells in cursor:
+                    row = dict(zip(columns, cells))
+                    for name, cell in row.items():
+                        if isinstance(cell, bytes) or cell in (math.inf, -math.inf):
+                            row[name] = None
+                    yield json.dumps(row).encode("ascii") + b"\n"
+        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+            raise HarnessError("cannot read %s: %s; check --input, --table and --query" % (self.name, error))
+
+    def _recognise(self, head: bytes) -> None:
+        """Choose how to read the input, by its first bytes; HarnessError where it is of another kind."""
+        if self._format == "sqlite":
+            head = b""
+        for begin, words in FOREIGN.items():
+            if re.match(begin, head, re.S):
+                raise HarnessError("%s is %s" % (self.name, words))
+        encoding = "utf-8-sig"
+        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            encoding = "utf-16"
+        elif head.count(0) > 2 + len(head) // 32:
+            raise HarnessError("%s is in UTF-16 without a byte order mark, or no text; type: "
+                               "iconv -f UTF-16LE -t UTF-8 FILE > NEW" % self.name)
+        text = head.decode(encoding, "replace")
+        newline = "\n"
+        if "\r" in text and "\n" not in text:
+            newline = "\r"
+        self._text = (encoding, "surrogateescape", newline)
+        self._read = READERS.get(self._format, read_text)
+        if self._format == "jsonl" and text.lstrip()[:1] == "[":
+            self._read = read_array
+        elif self._read is read_csv:
+            usual = {"csv": ",", "tsv": "\t"}[self._format]
+            delimiter = delimiter_of(text, usual, self._fits)
+            self._read = functools.partial(read_csv, delimiter=delimiter)
+        elif encoding == "utf-16" and "\t" in text.partition("\n")[0] and not self._options.input_format:
+            raise HarnessError("%s is a table in UTF-16, as Excel saves Unicode Text; add --input-format "
+                               "tsv (or text, where each line is one text)" % self.name)
+
+    def _fits(self, header: Sequence[str]) -> bool:
+        """Whether a table with these columns has what the text is made of."""
+        with contextlib.suppress(ValueError):
+            return self._text_of(dict.fromkeys(header, "text")) != ""
+        return False
+
+
+def unzipped(file: IO[bytes]) -> Any:
+    """The content of a file that may be gzipped."""
+    zipped = file.read(2) == b"\x1f\x8b"
+    file.seek(0)
+    if not zipped:
+        return file
+    import gzip
+    return gzip.open(file, "rb")
+
+
+def ids_digest(ids: Iterable[str]) -> str:
+    """32 hex digits over the ids of an input: given sorted, the same for the same texts in any order."""
+    whole = hashlib.sha256()
+    for name in ids:
+        whole.update(b"%s\n" % name.encode("ascii"))
+    return whole.hexdigest()[:32]
+
+
+# ==================================================================================================
 # LEDGER AND STATE.  The only memory.  A row is written before its effect is visible; State is a fold
 # over rows, and the same fold serves the append and the reading.
 # ==================================================================================================
@@ -1782,7 +1840,7 @@ class OpenBatch(NamedTuple):
     codes: Dict[Tuple[Tuple[str, ...], int], str]               # (ids, attempt) -> verdict
 
 
-class Frozen(NamedTuple):
+class InputCount(NamedTuple):
     """The input as the first pass found it."""
 
     rows: int
@@ -5635,8 +5693,7 @@ def gold_labels(options: Settings) -> Gold:
         return gold
     if not options.input:
         raise HarnessError("--gold-field is a field of the input; name that with --input")
-    spec = input_spec(options)._replace(id_field=options.gold_field)
-    with contextlib.closing(Source(spec)) as source:
+    with contextlib.closing(Source(options._replace(id_field=options.gold_field))) as source:
         for row in source.rows():
             if row.error is not None:
                 bad += 1
@@ -6061,7 +6118,7 @@ def confusion_tables(data: Data) -> Iterator[str]:
 def texts_of(options: Settings) -> Iterator[Tuple[int, str]]:
     """The texts of the input, if there is one, by key_of(digest)."""
     if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
+        with contextlib.closing(Source(options)) as source:
             for row in source.rows():
                 yield key_of(text_digest(row.text)), row.text
 
@@ -6243,7 +6300,7 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     wanted = {other for _, row in touching for other in row.get("batch", ())}
     texts: Dict[str, Item] = {}
     if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
+        with contextlib.closing(Source(options)) as source:
             for entry in source.rows():
                 if entry.error is None:
                     item = Item(entry.text, entry.key, len(name))
@@ -6795,7 +6852,7 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
     """Check every line of ledgers against the invariants, and print the numbers that must add up."""
     texts: Dict[str, Item] = {}
     if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
+        with contextlib.closing(Source(options)) as source:
             for row in source.rows():
                 if row.error is None:
                     item = Item(row.text, row.key, options.id_length)
@@ -7322,23 +7379,6 @@ def parser() -> Parser:
     return top
 
 
-def input_spec(options: Settings) -> InputSpec:
-    """What to read, from the options; HarnessError where two of them contradict."""
-    for one, other in (("template", "text_field"), ("table", "query")):
-        if getattr(options, one) and getattr(options, other):
-            raise HarnessError("--%s and --%s say the same; give one of them" % (one, other.replace("_", "-")))
-    template = None
-    if options.template is not None:
-        template = RowTemplate(options.template)
-        found = list(template.pattern.finditer(options.template))
-        named = any(match.group("named") or match.group("braced") for match in found)
-        if not named or any(match.group("invalid") is not None for match in found):
-            raise HarnessError("--template names no field, or has a $ that names none; write $name, ${any name} or $$")
-    table = options.table and 'SELECT * FROM "%s"' % options.table.replace('"', '""')
-    return InputSpec(options.input, options.input_format, options.text_field or "text", options.id_field, template,
-                     options.query or table, options.shard)
-
-
 def chosen_task(options: Settings) -> Task:
     """The task, from the options."""
     form = "keyed" if options.structured else "list"
@@ -7378,7 +7418,6 @@ def check_twice(name: str, pairs: Sequence[Tuple[str, Any]]) -> None:
 def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
     """Freeze the input, ask what is pending, and say what came of it; for run and trial."""
     task = chosen_task(options)
-    seen: Counter[str] = collections.Counter()
     check_twice("--param", options.param)
     check_twice("--retry-param", options.retry_param)
     model = open_model(options, task)
@@ -7393,11 +7432,11 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
         collections.deque(Log(options.baseline), 0)         # refused here, before anything is made, where it is none
     sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
     with contextlib.ExitStack() as stack:
-        source, state = stack.enter_context(contextlib.closing(Source(input_spec(options)))), State(task, sizes[0][0])
-        read, items = state.freeze(good_rows(source.rows(), source.name, options.skip_bad, seen))
+        source, state = stack.enter_context(contextlib.closing(Source(options))), State(task, sizes[0][0])
+        read, items = state.freeze(source.good_rows())
         check_collision(source, state, options.id_length)       # before the ledger is made: bad input leaves no trace
         asked: Union[Source, Sample] = source
-        frozen, ledger = Frozen(read, items, seen["bad"]), None
+        frozen, ledger = InputCount(read, items, source.skipped), None
         if options.command == "trial":
             # Digests are as good as drawn: the least of them are the same sample on every machine.
             state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
@@ -7471,7 +7510,7 @@ def check_jobs(options: Settings, model: Model, state: JobState) -> None:
                 job.items, named, ways.get(made, "%s") % job.called))
 
 
-def outlook(runner: Runner, frozen: Frozen) -> str:
+def outlook(runner: Runner, frozen: InputCount) -> str:
     """Rows, items, what is pending at each size, and the calls to expect."""
     options, lines = runner.options, []
     for pending in runner.arms:
@@ -7511,7 +7550,7 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         first, "\n".join(lines), runner.model.host)
 
 
-def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say: Speaker, out: Speaker) -> int:
+def ask_all(runner: Runner, ledger: Ledger, frozen: InputCount, jobs: JobState, say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
     damaged, torn = ledger.log.damaged, ledger.log.torn
@@ -7556,7 +7595,7 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say:
     return closing_words(runner, answered, quarantined, out)
 
 
-def run_header(runner: Runner, frozen: Frozen) -> Dict[str, Any]:
+def run_header(runner: Runner, frozen: InputCount) -> Dict[str, Any]:
     """The members of a run's own row."""
     options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
     asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
@@ -7648,10 +7687,9 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
         raise HarnessError("--output names the input or the ledger; name another file")
     task = ledger_task(ledgers, options.stage, options.fingerprint)
     tally: Counter[str] = collections.Counter()
-    with contextlib.closing(Source(input_spec(options))) as source:
+    with contextlib.closing(Source(options)) as source:
         if not options.skip_bad:
-            bad = good_rows(source.rows(), source.name, False, collections.Counter())
-            collections.deque(bad, maxlen=0)                    # refuses bad rows
+            collections.deque(source.good_rows(), maxlen=0)                    # refuses bad rows
         rows = exported(source, task, ledgers, options.id_length)
         export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
     target = "standard output" if options.output == "-" else options.output
