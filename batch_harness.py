@@ -347,15 +347,15 @@ def too_deep(value: Any, left: int = MAX_DEPTH) -> bool:
     return left == 0 or isinstance(value, list) and any(too_deep(member, left - 1) for member in value)
 
 
-# ====================================================================================================================
-# TASK AND SCHEMA.  What is asked of every item: an instruction and closed fields.  A schema keyword that is not
-# checked here is refused at load, so that no rule is silently ignored.
-# ====================================================================================================================
+# ==================================================================================================
+# TASK AND SCHEMA.  What is asked of every item: an instruction and closed fields.  A schema keyword
+# that is not checked here is refused at load, so that no rule is silently ignored.
+# ==================================================================================================
 
 class Task(NamedTuple):
-    """One question, asked of every item.  Its fingerprint is the key of what is done; make it with load_task."""
+    """One question, asked of every item.  Its fingerprint is the key of what is done; see load_task."""
 
-    stage: str                          # an independent pass, with its own pending and quarantined items
+    stage: str                          # an independent pass, with its own items to ask
     instruction: str
     fields: Dict[str, Any]              # name -> JSON Schema; all required, no other allowed
     rubric_version: Optional[int]
@@ -369,16 +369,20 @@ class Task(NamedTuple):
 
     def document(self) -> Dict[str, Any]:
         """The task in full, as a run row holds it and load_task takes it back."""
-        return {name: getattr(self, name) for name in TASK_MEMBERS if getattr(self, name) is not None}
+        members = {name: getattr(self, name) for name in TASK_MEMBERS}
+        return {name: value for name, value in members.items() if value is not None}
 
 
-DEFAULT_TASK = {"stage": "main", "fields": {"answer": {"type": "string"}},
-                "instruction": "Say of each text whether its author is pleased, displeased or neither."}
-TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {      # name -> what it must be, is it that?
-    "stage": ("a text that is not blank", lambda v: isinstance(v, str) and bool(v.strip())),
-    "instruction": ("a text that is not blank", lambda v: isinstance(v, str) and bool(v.strip())),
+DEFAULT_TASK = {
+    "stage": "main", "fields": {"answer": {"type": "string"}},
+    "instruction": "Say of each text whether its author is pleased, displeased or neither."}
+WORDS = ("a text that is not blank", lambda v: isinstance(v, str) and bool(v.strip()))
+TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {  # name -> what it must be, is it that?
+    "stage": WORDS,
+    "instruction": WORDS,
     "rubric_version": ("an integer", lambda v: v is None or type(v) is int),
-    "fields": ("an object of name: schema, with one field or more", lambda v: isinstance(v, dict) and bool(v)),
+    "fields": (
+        "an object of name: schema, with one field or more", lambda v: isinstance(v, dict) and bool(v)),
 }
 
 
@@ -389,34 +393,38 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     True
     """
     given: Any = path_or_dict
+    name = "task"
     try:
         if not isinstance(given, Mapping):
+            name = "the task %s" % given
             with open(given, "rb") as file:
                 given = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
-        # What does not survive being written as JSON could not be put on a ledger, nor its fields into a prompt.
+        # What does not survive being written as JSON could not be put on a ledger or into a prompt.
         written = encode(dict(DEFAULT_TASK, **given))
         members = REPLY_JSON.decode(written)
     except OSError as error:
-        raise HarnessError("cannot read the task %s: %s; check --task" % (path_or_dict, error.strerror))
+        raise HarnessError("cannot read %s: %s; check --task" % (name, error.strerror))
     except (TypeError, ValueError, RecursionError) as error:
-        name = "task" if isinstance(path_or_dict, Mapping) else "the task %s" % path_or_dict
-        raise HarnessError("%s: not a plain JSON object: %s; mend it" % (name, error))
+        raise HarnessError("%s: not a plain JSON object: %s; fix it" % (name, error))
     if form not in ("list", "keyed"):
         raise HarnessError("task: the reply form is %s; it is list or keyed" % shown(form))
-    if SURROGATE.search(written) or re.search(r"(?<!\\)(\\\\)*\\u0000", written) or too_deep(members):
-        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; mend it" % MAX_DEPTH)
+    if SURROGATE.search(written) or "\\u0000" in written.replace("\\\\", "") or too_deep(members):
+        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; fix it" % MAX_DEPTH)
     for name, value in members.items():
         if name not in TASK_MEMBERS:
             raise HarnessError("task: unknown member %s; a task has %s" % (shown(name), ", ".join(TASK_MEMBERS)))
-        if not TASK_MEMBERS[name][1](value):
-            raise HarnessError("task: %s is %s; give %s" % (name, shown(value), TASK_MEMBERS[name][0]))
-    stage, instruction, fields = members["stage"], members["instruction"], members["fields"]
-    version = members.get("rubric_version")
-    _check_fields(fields)
-    # A schema's members in another order are the same task; fields in another order are not: the prompt shows them so.
-    schemas = [[name, _sorted_json(schema)] for name, schema in fields.items()]
-    marks = _sorted_json([stage, instruction, schemas, version, PROMPT_FORM, form])
-    return Task(stage, instruction, fields, version, form, hashlib.sha256(marks.encode("ascii")).hexdigest()[:12])
+        words, fits = TASK_MEMBERS[name]
+        if not fits(value):
+            raise HarnessError("task: %s is %s; give %s" % (name, shown(value), words))
+    members.setdefault("rubric_version", None)
+    _check_fields(members["fields"])
+    # A schema's members in another order are the same task; fields in another order are not: the
+    # prompt shows them so.
+    schemas = [[name, _sorted_json(schema)] for name, schema in members["fields"].items()]
+    marks = _sorted_json([members["stage"], members["instruction"], schemas,
+                          members["rubric_version"], PROMPT_FORM, form])
+    fingerprint = hashlib.sha256(marks.encode("ascii")).hexdigest()[:12]
+    return Task(form=form, fingerprint=fingerprint, **members)
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -426,126 +434,133 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
             raise HarnessError("task: %s: the name is blank, or used by the reply form; rename it" % where)
         check_schema(schema, where)
         if any(is_blank(label, schema) for label in labels_of(schema) or ()):
-            raise HarnessError("task: %s has a blank label, and a blank answer counts as none; add minLength 0" % where)
+            raise HarnessError("task: %s has a blank label, and a blank answer counts as none; add "
+                               "minLength 0" % where)
 
 
 def labels_of(schema: Any) -> Optional[List[Any]]:
     """The closed list of labels of a field, or None where its values are open."""
-    closed = isinstance(schema, dict) and ([schema["const"]] if "const" in schema else schema.get("enum"))
-    return closed if isinstance(closed, list) else None
+    if not isinstance(schema, dict):
+        return None
+    if "const" in schema:
+        return [schema["const"]]
+    return schema.get("enum")
 
 
 def canonical(value: Any) -> Any:
-    """A hashable stand-in under which two JSON values are equal as JSON Schema means it: 1 is 1.0, true is not 1."""
+    """A hashable stand-in under which values are equal as in JSON Schema: 1 is 1.0, true is not 1."""
     if isinstance(value, list):
         return list, tuple(map(canonical, value))
     if isinstance(value, dict):
         return dict, frozenset((name, canonical(member)) for name, member in value.items())
-    return (bool, value) if isinstance(value, bool) else value
+    return isinstance(value, bool), value
 
 
-# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike, or DIALECT translates.
-ESCAPES = r"[dDnrstfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s]"
-TOKEN = re.compile(r"(\\(?:[bBS]|%s)|\[(?!\^?\])(?:(?!--)(?:\\(?:%s)|[^\\\]]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|"
-                   r"[^(\\[{*+?])([*+]|\{\d+,\}|\?|\{(\d+)(?:,(\d+))?\})?\??" % (ESCAPES, ESCAPES))
-SPACES = r"\s\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff\s"     # at each end what begins no range
-DIALECT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACES, r"\S": "[^%s]" % SPACES}
-IN_BRACKETS = {r"\s": SPACES, **{mark: "\\" + mark for mark in "[&~|"}}
+# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike, and $ and .
+ESCAPE = r"\\(?:[dDnrtfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s])"
+TOKEN = re.compile(
+    r"(\\[bB]|%s|\[\^?(?:(?!--|&&|~~|\|\|)(?:%s|[^][\\]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|[^(\\[{*+?])"
+    r"((?:([*+]|\{\d+,\})|\?|\{(\d+)\}|\{\d+,(\d+)\})?\??)" % (ESCAPE, ESCAPE))
+MEANT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]"}
 MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
 
 
 @functools.lru_cache(maxsize=256)
 def matcher(pattern: str) -> Any:
-    r"""A JSON Schema pattern (ECMA-262), compiled: $ ends the text, \d, \w and \b are ASCII, \s is all white space.
+    """A JSON Schema pattern, compiled; ValueError where that is read differently, or could take for ever.
 
-    ValueError where Python would read it differently, or where it could take for ever.
+    For ever: a repeated group that repeats inside, as in ^(a+)+$, divides a text in too many ways.
     """
-    tokens, parts, end = [], [], 0
-    while end < len(pattern):
-        token = TOKEN.match(pattern, end)
-        if token is None:
-            raise ValueError("%s is read differently" % pattern[end:end + 10])
-        tokens.append(token)
-        symbol, end = token.group(1), token.end()
-        if symbol[0] == "[":
-            symbol = "[" + re.sub(r"(?s)\\.|[\[&~|]", lambda mark: IN_BRACKETS.get(mark[0], mark[0]), symbol[1:])
-        parts.append(DIALECT.get(symbol, symbol) + pattern[token.end(1):end])
-    compiled = re.compile("".join(parts), re.ASCII)
-    _check_repeats(tokens)
-    return compiled
-
-
-def _check_repeats(tokens: Iterable[Any]) -> None:
-    """ValueError when a repeated group repeats inside, as in ^(a+)+$, so that a text divides in too many ways."""
+    tokens = list(TOKEN.finditer(pattern))
+    if "".join(token.group() for token in tokens) != pattern:
+        raise ValueError(pattern)
+    meant = [MEANT.get(token.group(1), token.group(1)) + token.group(2) for token in tokens]
+    compiled = re.compile("".join(meant), re.ASCII)
     ways = [1.0]                # of each open group
-    for token in tokens:
-        symbol, times, least, most = token.groups("")
+    for symbol, _, endless, fixed, most in (token.groups("") for token in tokens):
         if symbol[0] == "(":
             ways.append(1.0)
             continue
-        inside = ways.pop() if symbol == ")" else 1.0
-        repeats = float(most or least or 1)
-        if times and not least and times != "?":
+        inside = 1.0
+        repeats = float(most or fixed or 1)
+        if symbol == ")":
+            inside = ways.pop()
+        if endless:
             repeats = math.inf
         if repeats > 1:
             inside **= repeats
-            if inside > MOST_WAYS:
-                raise ValueError("a repeated group repeats inside")
+        if repeats > 1 and inside > MOST_WAYS:
+            raise ValueError(pattern)
+        if not fixed:
+            inside *= repeats
         ways[-1] *= inside
-        if most or not least:
-            ways[-1] *= repeats
+    return compiled
 
 
 def _is_pattern(value: Any) -> bool:
-    try:
+    with contextlib.suppress(re.error, ValueError, OverflowError, RecursionError):
         return isinstance(value, str) and matcher(value) is not None
-    except (re.error, ValueError, OverflowError, RecursionError):
-        return False
+    return False
 
 
 def _listed(names: Any) -> List[Any]:
-    return names if isinstance(names, list) else [names]
+    if isinstance(names, list):
+        return names
+    return [names]
 
 
 TYPES: Dict[str, Callable[[Any], bool]] = {
-    "string": lambda v: isinstance(v, str), "number": lambda v: type(v) in (int, float),
-    "integer": lambda v: type(v) is int or (type(v) is float and v.is_integer()), "null": lambda v: v is None,
-    "boolean": lambda v: isinstance(v, bool), "array": lambda v: isinstance(v, list),
+    "string": lambda v: isinstance(v, str),
+    "number": lambda v: type(v) in (int, float),
+    "integer": lambda v: type(v) is int or (type(v) is float and v.is_integer()),
+    "null": lambda v: v is None,
+    "boolean": lambda v: isinstance(v, bool),
+    "array": lambda v: isinstance(v, list),
     "object": lambda v: isinstance(v, dict)}
-COUNT, NUMBER = ("an integer from 0", lambda a: TYPES["integer"](a) and a >= 0), ("a number", TYPES["number"])
+COUNT = ("an integer from 0", lambda a: TYPES["integer"](a) and a >= 0)
+NUMBER = ("a number", TYPES["number"])
 Rule = Tuple[str, Callable[[Any], bool], Optional[str], Callable[[Any, Any], bool]]
-RULES: Dict[str, Rule] = {      # keyword -> its argument in words, is it that?, the type it judges, does a value obey?
-    "type": ("one of %s, or a list of them" % ", ".join(TYPES),
-             lambda a: a != [] and all(name in list(TYPES) for name in _listed(a)), None,
-             lambda names, v: any(TYPES[name](v) for name in _listed(names))),
-    "enum": ("a list that is not empty", lambda a: isinstance(a, list) and bool(a), None,
-             lambda options, v: canonical(v) in map(canonical, options)),
-    "const": ("any value", lambda a: True, None, lambda option, v: bool(canonical(v) == canonical(option))),
+# keyword -> its argument in words, is it that?, the type it judges, does a value obey?
+RULES: Dict[str, Rule] = {
+    "type": (
+        "one of %s, or a list of them" % ", ".join(TYPES),
+        lambda a: a != [] and all(name in list(TYPES) for name in _listed(a)), None,
+        lambda names, v: any(TYPES[name](v) for name in _listed(names))),
+    "enum": (
+        "a list that is not empty", lambda a: isinstance(a, list) and bool(a), None,
+        lambda options, v: canonical(v) in map(canonical, options)),
+    "const": (
+        "any value", lambda a: True, None,
+        lambda option, v: bool(canonical(v) == canonical(option))),
     "minLength": (*COUNT, "string", lambda n, v: len(v) >= n),
     "maxLength": (*COUNT, "string", lambda n, v: len(v) <= n),
-    "pattern": ("a regular expression that Python and JSON Schema read alike, and that repeats nothing inside a "
-                "repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
-                lambda pattern, v: matcher(pattern).search(v) is not None),
+    "pattern": (
+        r"a regular expression that Python and JSON Schema read alike (no \s, \p or flag), and that "
+        "repeats nothing inside a repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
+        lambda pattern, v: matcher(pattern).search(v) is not None),
     "minimum": (*NUMBER, "number", lambda n, v: v >= n),
     "maximum": (*NUMBER, "number", lambda n, v: v <= n),
     "exclusiveMinimum": (*NUMBER, "number", lambda n, v: v > n),
     "exclusiveMaximum": (*NUMBER, "number", lambda n, v: v < n),
-    "items": ("a schema", lambda a: isinstance(a, (dict, bool)), "array",
-              lambda schema, v: all(broken_rule(schema, member) is None for member in v)),
+    "items": (
+        "a schema", lambda a: isinstance(a, (dict, bool)), "array",
+        lambda schema, v: all(broken_rule(schema, member) is None for member in v)),
     "minItems": (*COUNT, "array", lambda n, v: len(v) >= n),
     "maxItems": (*COUNT, "array", lambda n, v: len(v) <= n),
-    "uniqueItems": ("true or false", TYPES["boolean"], "array",
-                    lambda on, v: not on or len(set(map(canonical, v))) == len(v)),
-    "$schema": ("https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
-                lambda a, v: True),
+    "uniqueItems": (
+        "true or false", TYPES["boolean"], "array",
+        lambda on, v: not on or len(set(map(canonical, v))) == len(v)),
+    "$schema": (
+        "https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
+        lambda a, v: True),
 }
 
 
-# White space, controls and what is drawn as nothing, by code point, not by Python's own tables, which change.
+# White space, controls and what is drawn as nothing, by code point: Python's own tables change.
 UNSEEN = re.compile(
-    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f\u2028-\u202f\u205f-\u206f"
-    "\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a"
-    "\U000e0000-\U000e0fff]*\\Z")
+    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f"
+    "\u2028-\u202f\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
+    "\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a\U000e0000-\U000e0fff]*\\Z")
 
 
 def is_blank(value: Any, schema: Any) -> bool:
@@ -555,14 +570,14 @@ def is_blank(value: Any, schema: Any) -> bool:
 
 
 def broken_rule(schema: Any, value: Any) -> Optional[str]:
-    """The first keyword that the value breaks of a JSON Schema that check_schema has accepted, or None.  Pure.
+    """The first keyword that the value breaks of a JSON Schema that check_schema has accepted, or None.
 
     >>> broken_rule({"type": "integer", "minimum": 0}, -1)
     'minimum'
     """
-    if isinstance(schema, bool):
-        return None if schema else "false"
-    for word, argument in schema.items():
+    if schema is False:
+        return "false"
+    for word, argument in _members_of(schema):
         _, _, judged, obeyed = RULES[word]
         if (judged is None or TYPES[judged](value)) and not obeyed(argument, value):
             return str(word)
@@ -573,14 +588,21 @@ def check_schema(schema: Any, where: str) -> None:
     """HarnessError when a schema holds a keyword that is not checked here, or a wrong argument."""
     if not isinstance(schema, (dict, bool)):
         raise HarnessError("task: %s: the schema is %s; give an object" % (where, shown(schema)))
-    for word, argument in schema.items() if isinstance(schema, dict) else ():
+    for word, argument in _members_of(schema):
         if word not in RULES:
-            raise HarnessError("task: %s: the keyword %s is not checked here; use only %s"
-                               % (where, shown(word), ", ".join(RULES)))
-        if not RULES[word][1](argument):
-            raise HarnessError("task: %s: %s is %s; it must be %s" % (where, word, shown(argument), RULES[word][0]))
+            raise HarnessError("task: %s: the keyword %s is not checked here; use only %s" % (
+                where, shown(word), ", ".join(RULES)))
+        words, fits, _, _ = RULES[word]
+        if not fits(argument):
+            raise HarnessError("task: %s: %s is %s; it must be %s" % (where, word, shown(argument), words))
         if word == "items":
             check_schema(argument, where + ", items")
+
+
+def _members_of(schema: Any) -> Iterable[Tuple[str, Any]]:
+    if isinstance(schema, dict):
+        return schema.items()
+    return ()
 
 
 DEFAULT = load_task(DEFAULT_TASK)
@@ -641,13 +663,13 @@ def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str
     return "%s%s\n%s" % (prompt_head(task) if head is None else head, count, "\n".join(tagged))
 
 
-# ====================================================================================================================
-# VALIDATION.  The only place where an answer is attributed to an item.  Pure, and it never raises: whatever a model
-# sends becomes a Verdict.  A reply counts whole or not at all; ids are compared as a set; nothing is guessed.
-# ====================================================================================================================
+# ==================================================================================================
+# VALIDATION.  The only place where an answer is attributed to an item.  Pure, and it never raises:
+# whatever a model sends becomes a Verdict.  A reply counts whole or not at all; nothing is guessed.
+# ==================================================================================================
 
 class Reply(NamedTuple):
-    """What came back from one call.  Only text, finish and refusal are judged; the rest is kept on the row."""
+    """What came back from one call.  Only text, finish and refusal are judged; the rest is kept."""
 
     text: Any                               # the model's text, or None
     finish: Optional[str] = None            # why it ended, in the endpoint's own word
@@ -659,22 +681,28 @@ class Reply(NamedTuple):
 
 
 def as_reply(raw: Any) -> Reply:
-    """What a model function returned, as a Reply whose members are of the kinds they should be, or None."""
+    """What a model function returned, as a Reply whose members are of their kinds, or None."""
     if not isinstance(raw, Reply):
         raw = Reply(raw)
-    text = str.__str__(raw.text) if isinstance(raw.text, str) else raw.text         # a subclass could be anything
-    if isinstance(text, str) and SURROGATE.search(text):            # a pair in two halves is the character it means
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-    return Reply(text, _word(raw.finish), _word(raw.refusal), _word(raw.model_string), _count(raw.tokens_in),
-                 _count(raw.tokens_out), _word(raw.request_id))
+    text = raw.text
+    if isinstance(text, str):
+        text = str.__str__(text)            # a subclass could be anything
+        if SURROGATE.search(text):          # a pair in two halves is the character it means
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    return Reply(text, _word(raw.finish), _word(raw.refusal), _word(raw.model_string),
+                 _count(raw.tokens_in), _count(raw.tokens_out), _word(raw.request_id))
 
 
 def _word(value: Any) -> Optional[str]:
-    return value if type(value) is str and value else None
+    if type(value) is str and value:
+        return value
+    return None
 
 
 def _count(value: Any) -> Optional[int]:
-    return value if type(value) is int and abs(value) < MAX_INTEGER else None
+    if type(value) is int and abs(value) < MAX_INTEGER:
+        return value
+    return None
 
 
 class Verdict(NamedTuple):
@@ -690,11 +718,14 @@ class Verdict(NamedTuple):
 
 
 class NotOk(Exception):
-    """Leaves the validation of a reply with the verdict's members."""
+    """How a verdict other than ok leaves the validation of a reply: with the verdict's members."""
 
     def __init__(self, code: str, detail: str, missing: Sequence[str] = (), extra: Sequence[str] = ()) -> None:
         super().__init__(code)
-        self.code, self.detail, self.missing, self.extra = code, detail, tuple(missing), tuple(extra)
+        self.code = code
+        self.detail = detail
+        self.missing = tuple(missing)
+        self.extra = tuple(extra[:100])
 
 
 def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = DEFAULT,
