@@ -1443,6 +1443,7 @@ Record = Tuple[int, Any]                # line; an object, a string, or as an ex
                                         # ValueError with the record, HarnessError with all that follows
 AS_LINES = 'to_json("items.jsonl", orient="records", lines=True)'
 ARRAY_GAP = re.compile(r"\s*(\[\s*\]|[][,]?)\s*")   # what stands before a value of an array, or ends it
+UNFIT = re.compile("[\0\ud800-\udfff]")
 NUL_MARK = "\udc00"                     # stands for NUL while the csv module reads
 HEAD = 1 << 16                          # what an input is recognised by: so many bytes
 ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
@@ -1458,10 +1459,6 @@ def read_jsonl(lines: Iterable[str]) -> Iterator[Record]:
         value: Any = None
         try:
             value = INPUT_JSON.decode(text)
-            if not text.isascii():
-                text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            value = ValueError("invalid UTF-8 at character %d; convert the file to UTF-8" % (error.start + 1))
         except (ValueError, RecursionError) as error:
             value = ValueError("not JSON: %s; write one object or string a line, no commas between them, "
                                "or add --input-format text" % json_fault(error))
@@ -1647,8 +1644,6 @@ class Source:
         if self._path == "-":
             self.name = "standard input"
             self._format = self._format or "jsonl"
-        if os.path.isdir(self._path):
-            raise HarnessError("%s is a folder; name a file in it" % self.name)
         if self._query and self._format not in ("", "sqlite"):
             raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; leave them "
                                "out, or add --input-format sqlite" % (self.name, self._format))
@@ -1733,9 +1728,7 @@ class Source:
     def _text_of(self, record: Dict[str, Any]) -> str:
         if self._template is not None:
             scalars = {name: value for name, value in record.items() if isinstance(value, str)}
-            for name, value in record.items():
-                if isinstance(value, int):
-                    scalars[name] = encode(value)
+            scalars.update((name, encode(value)) for name, value in record.items() if isinstance(value, int))
             try:
                 return self._template.substitute(scalars)
             except KeyError as missing:
@@ -1764,11 +1757,10 @@ class Source:
             key = member(record, name)
         except KeyError:
             raise ValueError("no field %s; --id-field names it" % shown(name))
-        if isinstance(key, (list, dict)):
-            raise ValueError("the id in field %s is %s; it must be a scalar" % (shown(name), kind_of(key)))
-        if isinstance(key, str) and (SURROGATE.search(key) or "\0" in key):
-            raise ValueError("the id in field %s holds a NUL or a lone surrogate; fix it" % shown(name))
-        if isinstance(key, Spelled) or type(key) is int:
+        if isinstance(key, (list, dict)) or isinstance(key, str) and UNFIT.search(key):
+            raise ValueError("the id in field %s is %s; it must be a scalar, without a NUL or a lone "
+                             "surrogate" % (shown(name), kind_of(key)))
+        if isinstance(key, Spelled):
             return str(key)
         return encode(key)
 
@@ -1798,11 +1790,11 @@ class Source:
         self._spool = tempfile.TemporaryFile()
         if self._format == "sqlite":
             self._spool.writelines(self._table())
-        elif self._path == "-":
-            with open(0, "rb", closefd=False) as stream:
-                self._spool.writelines(stream)
         else:
-            with open(self._path, "rb") as stream:
+            path: Any = self._path
+            if path == "-":
+                path = os.dup(0)
+            with open(path, "rb") as stream:
                 self._spool.writelines(stream)
         self._spool.flush()
 
@@ -1856,9 +1848,6 @@ class Source:
             usual = {"csv": ",", "tsv": "\t"}[self._format]
             delimiter = delimiter_of(text, usual, self._fits)
             self._read = functools.partial(read_csv, delimiter=delimiter)
-        elif encoding == "utf-16" and "\t" in text.partition("\n")[0] and not self._options.input_format:
-            raise HarnessError("%s is a table in UTF-16, as Excel saves Unicode Text; add --input-format "
-                               "tsv (or text, where each line is one text)" % self.name)
 
     def _fits(self, header: Sequence[str]) -> bool:
         """Whether a table with these columns has what the text is made of."""
