@@ -1760,7 +1760,7 @@ class Source:
         if isinstance(key, (list, dict)) or isinstance(key, str) and UNFIT.search(key):
             raise ValueError("the id in field %s is %s; it must be a scalar, without a NUL or a lone "
                              "surrogate" % (shown(name), kind_of(key)))
-        if isinstance(key, Spelled):
+        if isinstance(key, Spelled) or type(key) is int:    # most are
             return str(key)
         return encode(key)
 
@@ -1830,8 +1830,10 @@ class Source:
         for begin, words in FOREIGN.items():
             if re.match(begin, head, re.S):
                 raise HarnessError("%s is %s" % (self.name, words))
-        encoding = "utf-8-sig"
-        if head[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        encoding = "utf-8"
+        if head[:3] == b"\xef\xbb\xbf":
+            encoding = "utf-8-sig"
+        elif head[:2] in (b"\xff\xfe", b"\xfe\xff"):
             encoding = "utf-16"
         elif head.count(0) > 2 + len(head) // 32:
             raise HarnessError("%s is in UTF-16 without a byte order mark, or no text; type: "
