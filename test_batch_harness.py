@@ -706,88 +706,102 @@ ANALYSIS, FINAL = "<|channel|>analysis<|message|>Perhaps " + OTHER, "<|channel|>
 
 
 class Validation(Case):
-    REFUSED = [         # reply, verdict, words of the detail
-        (None, "empty_reply", ""), ("", "empty_reply", ""), (" \n\t\ufeff", "empty_reply", ""),
-        ("Sure!", "not_json", "Expecting value"), (GOOD[:-1], "not_json", ""), (GOOD + "]", "not_json", "text after"),
-        (GOOD + "\n\nNote: item 2 was hard to judge.", "not_json", "text after the JSON value, at character"),
-        (GOOD + "\n" + GOOD, "not_json", "text after"), ("Here: " + GOOD, "not_json", ""),
-        ("```json\n" + GOOD, "not_json", ""), ("Items:\n```json\n" + GOOD + "\n```", "not_json", ""),
-        ("```json\n" + GOOD + "\n```\nExample:\n```json\n[]\n```", "not_json", ""), ("```\n```\n" + GOOD + "\n```\n```", "not_json", ""),
-        ("<think>hm " + GOOD, "not_json", "does not end"), (GOOD + "</think>", "not_json", ""),
-        ("<think>a</think> so " + GOOD, "not_json", ""), ("</think>x</think>" + GOOD, "not_json", ""),
-        (GOOD + "<think>or rather</think>" + OTHER, "not_json", "text before the reasoning"),
-        ("I will not judge these.\n<think>Or shall I?</think>" + GOOD, "not_json", "text before the reasoning"),
-        ("I cannot. [THINK]x[/THINK]" + GOOD, "not_json", "text before the reasoning"),
-        (GOOD + "\n</think>" + OTHER, "not_json", "a JSON value before the end of a reasoning"),
-        ('well, {"a": {"b": ["c]", 1.5e3]} </think>' + GOOD, "not_json", "a JSON value before the end of a reasoning"),
-        ("<think>a</think>" + OTHER + "<think>b</think>" + GOOD, "not_json", "text after"),
-        (ANALYSIS, "not_json", "channels without a final one"), (ANALYSIS + "<|end|>", "not_json", "channels without a final one"),
-        ("<|channel|>commentary<|message|>" + GOOD, "not_json", "channels without a final one"),
-        (GOOD + ANALYSIS + FINAL + OTHER, "not_json", "text before the reasoning"),
-        (GOOD + FINAL + OTHER, "not_json", "a JSON value before the end of a reasoning"),
-        (ANALYSIS + FINAL + OTHER + "<|end|>" + FINAL + GOOD, "not_json", "text after"),
-        (GOOD.replace("}, {", ", "), "not_json", 'the key "id" is given twice'),
-        (both().replace('"answer": "good"', '"answer": "good", "answer": "bad"'), "not_json", '"answer" is given twice'),
-        (both('{"x": 1, "x": 2}'), "not_json", '"x" is given twice'),
-        (both("NaN"), "not_json", "NaN"), (both("-Infinity"), "not_json", "Infinity"), (both("1e999"), "not_json", "too large"),
-        (both("1" * 5000), "not_json", "4300 digits"), (both("[" * 70 + "]" * 70), "not_json", "too deep"),
-        ("[" * 200000, "not_json", "too deep"), (both('"two\nlines"'), "not_json", "control character"),
-        (both('"\\ud83d"'), "not_json", "surrogate"), (both('"\ud83d"'), "not_json", "surrogate"), (both('"\\alpha"'), "not_json", ""),
-        (GOOD[:-1] + ",]", "not_json", ""), (GOOD.replace('"', "'"), "not_json", ""), (both("None"), "not_json", ""),
-        (GOOD.replace('"id"', "\u201cid\u201d"), "not_json", ""), (GOOD.replace('"', "&quot;"), "not_json", ""),
-        (GOOD.replace("}, {", "}\n{")[1:-1], "not_json", "text after"), (json.dumps(GOOD), "not_a_list", "a string"),
-        ('{"results": %s}' % GOOD, "not_a_list", "an object"), ('{"%s": "good", "%s": "bad"}' % (A.id, B.id), "not_a_list", ""),
-        ("null", "not_a_list", "null"), ("7", "not_a_list", "a number"), ("true", "not_a_list", "a boolean"),
-        ("[" + GOOD + "]", "not_an_object", "element 1 is a list"), (GOOD[:-1] + ", null]", "not_an_object", "element 3 is null"),
-        (GOOD[:-1] + ', "x"]', "not_an_object", "element 3"), ('[{"answer": "good"}, {"answer": "bad"}]', "missing_id", "element 1"),
-        (GOOD[:-1] + ", {}]", "missing_id", "element 3"), (GOOD.replace('"%s"' % A.id, "null"), "missing_id", "null"),
-        (GOOD.replace('"%s"' % A.id, "true"), "missing_id", "a boolean"), (GOOD.replace('"%s"' % A.id, "1.0"), "missing_id", "a number"),
-        (GOOD.replace('"%s"' % A.id, '["%s"]' % A.id), "missing_id", "a list"), (GOOD.replace('"id"', '"ID"'), "missing_id", ""),
-        (GOOD.replace(B.id, A.id), "duplicate_ids", A.id), (GOOD.replace(B.id, " " + A.id.upper()), "duplicate_ids", A.id),
-        (GOOD[:-1] + ", " + GOOD[1:], "duplicate_ids", A.id), ("[]", "set_mismatch", "expected 2, got 0"),
-        ('[{"id": "1", "answer": "good"}, {"id": "2", "answer": "bad"}]', "set_mismatch", ""),
-        (both().replace(A.id, A.id[:-1]), "set_mismatch", ""), (both().replace(A.id, A.id + "0"), "set_mismatch", ""),
-        (both().replace(A.id, "id " + A.id), "set_mismatch", ""), (both().replace(A.id, "\uff10" + A.id[1:]), "set_mismatch", ""),
-        (both().replace(A.id, A.id[:3] + "\u200b" + A.id[3:]), "set_mismatch", ""), (both().replace(A.id, ""), "set_mismatch", ""),
-        ('[{"id": "%s", "answer": "good"}]' % A.id, "set_mismatch", "expected 2, got 1"),
-        (GOOD[:-1] + ', {"id": "c4412f0d8e6a", "answer": "good"}]', "set_mismatch", "expected 2, got 3"),
-        ('[{"id": "%s", "answer": "good", "why": "x"}, {"id": "%s", "answer": "bad"}]' % (A.id, B.id), "unknown_field", '"why"'),
-        ('[{"id": "%s", "answer": "good"}, {"id": "%s"}]' % (A.id, B.id), "missing_field", '"answer"'),
-        ('[{"id": "%s", "Answer": "good"}, {"id": "%s", "answer": "bad"}]' % (A.id, B.id), "unknown_field", '"Answer"'),
-        (both('""'), "empty_answer", '"answer" is blank'), (both('" \\u3000"'), "empty_answer", ""),
-    ] + [(both(value), "bad_value", '"answer" breaks enum') for value in (
-        '"Good"', '"GOOD"', '" good"', '"good."', '"good\\n"', '"goo"', '"yes"', '"good (mostly)"', '"good, bad"', '["good"]', "null",
-        "1", "true", '{"answer": "good"}')]
+    FIRST, SECOND = '"%s"' % A.id, '"%s"' % B.id
+    REFUSED = {         # verdict -> replies, or (reply, words of the detail)
+        "empty_reply": [None, "", " \n\t\ufeff"],
+        "not_json": [
+            ("Sure!", "Expecting value"), GOOD[:-1], (GOOD + "]", "text after"), "Here: " + GOOD,
+            (GOOD + "\n\nNote: hard to judge.", "text after the JSON value, at character"),
+            (GOOD + "\n" + GOOD, "text after"), "```json\n" + GOOD,
+            "Items:\n```json\n" + GOOD + "\n```", "```\n```\n" + GOOD + "\n```\n```",
+            "```json\n" + GOOD + "\n```\nExample:\n```json\n[]\n```",
+            ("<think>hm " + GOOD, "does not end"), GOOD + "</think>", "<think>a</think> so " + GOOD,
+            "</think>x</think>" + GOOD,
+            (GOOD + "<think>or rather</think>" + OTHER, "text before the reasoning"),
+            ("I cannot.\n<think>Or can I?</think>" + GOOD, "text before the reasoning"),
+            ("I cannot. [THINK]x[/THINK]" + GOOD, "text before the reasoning"),
+            (GOOD + "\n</think>" + OTHER, "a JSON value before the end of a reasoning"),
+            ('well, {"a": {"b": ["c]", 1.5e3]} </think>' + GOOD, "a JSON value before the end"),
+            ("<think>a</think>" + OTHER + "<think>b</think>" + GOOD, "text after"),
+            (ANALYSIS, "without a final one"), (ANALYSIS + "<|end|>", "without a final one"),
+            ("<|channel|>commentary<|message|>" + GOOD, "channels without a final one"),
+            (GOOD + ANALYSIS + FINAL + OTHER, "text before the reasoning"),
+            (GOOD + FINAL + OTHER, "a JSON value before the end of a reasoning"),
+            (ANALYSIS + FINAL + OTHER + "<|end|>" + FINAL + GOOD, "text after"),
+            (GOOD.replace("}, {", ", "), 'the key "id" is given twice'),
+            (both('"good", "answer": "bad"'), '"answer" is given twice'),
+            (both('{"x": 1, "x": 2}'), '"x" is given twice'), (both("NaN"), "NaN"),
+            (both("-Infinity"), "Infinity"), (both("1e999"), "too large"),
+            (both("1" * 5000), "4300 digits"), (both("[" * 70 + "]" * 70), "too deep"),
+            ("[" * 200000, "too deep"), (both('"two\nlines"'), "control character"),
+            (both('"\\ud83d"'), "surrogate"), (both('"\ud83d"'), "surrogate"), both('"\\alpha"'),
+            GOOD[:-1] + ",]", GOOD.replace('"', "'"), both("None"), GOOD.replace('"', "&quot;"),
+            GOOD.replace('"id"', "\u201cid\u201d"), (GOOD.replace("}, {", "}\n{")[1:-1], "text after")],
+        "not_a_list": [
+            (json.dumps(GOOD), "a string"), ('{"results": %s}' % GOOD, "an object"),
+            '{%s: "good", %s: "bad"}' % (FIRST, SECOND), ("null", "null"), ("7", "a number"),
+            ("true", "a boolean")],
+        "not_an_object": [
+            ("[" + GOOD + "]", "element 1 is a list"), (GOOD[:-1] + ", null]", "element 3 is null"),
+            (GOOD[:-1] + ', "x"]', "element 3")],
+        "missing_id": [
+            ('[{"answer": "good"}, {"answer": "bad"}]', "element 1"), (GOOD[:-1] + ", {}]", "element 3"),
+            (GOOD.replace(FIRST, "null"), "null"), (GOOD.replace(FIRST, "true"), "a boolean"),
+            (GOOD.replace(FIRST, "1.0"), "a number"), (GOOD.replace(FIRST, "[%s]" % FIRST), "a list"),
+            GOOD.replace('"id"', '"ID"')],
+        "duplicate_ids": [
+            (GOOD.replace(B.id, A.id), A.id), (GOOD.replace(B.id, " " + A.id.upper()), A.id),
+            (GOOD[:-1] + ", " + GOOD[1:], A.id)],
+        "set_mismatch": [
+            ("[]", "expected 2, got 0"), ('[{"id": %s, "answer": "good"}]' % FIRST, "expected 2, got 1"),
+            (GOOD[:-1] + ', {"id": "c4412f0d8e6a", "answer": "good"}]', "expected 2, got 3"),
+            GOOD.replace(A.id, "1").replace(B.id, "2"), *[GOOD.replace(A.id, other) for other in (
+                A.id[:-1], A.id + "0", "id " + A.id, "\uff10" + A.id[1:], A.id[:3] + "\u200b" + A.id[3:], "")]],
+        "unknown_field": [
+            (both('"good", "why": "x"'), '"why"'), (GOOD.replace("answer", "Answer", 1), '"Answer"')],
+        "missing_field": [(GOOD.replace(', "answer": "bad"', ""), '"answer"')],
+        "empty_answer": [(both('""'), '"answer" is blank'), both('" \\u3000"')],
+        "bad_value": [(both(value), '"answer" breaks enum') for value in (
+            '"Good"', '"GOOD"', '" good"', '"good."', '"good\\n"', '"goo"', '"yes"', '"good (mostly)"',
+            '"good, bad"', '["good"]', "null", "1", "true", '{"answer": "good"}')]}
 
     def test_every_reply_that_proves_less_is_refused_whole(self):
-        for raw, code, words in self.REFUSED:
-            with self.subTest(raw=(raw or "")[:120]):
-                verdict = bh.validate([A, B], raw, LABELS)
-                self.assertEqual((verdict.code, verdict.answers), (code, {}), verdict)
-                self.assertIn(words, verdict.detail)
-                self.assertLess(len(verdict.detail), 700)
+        for code, replies in self.REFUSED.items():
+            for reply in replies:
+                raw, words = reply if isinstance(reply, tuple) else (reply, "")
+                with self.subTest(raw=(raw or "")[:120]):
+                    verdict = bh.validate([A, B], raw, LABELS)
+                    self.assertEqual((verdict.code, verdict.answers), (code, {}), verdict)
+                    self.assertIn(words, verdict.detail)
+                    self.assertLess(len(verdict.detail), 700)
 
-    ACCEPTED = [        # reply, normalisations
-        (GOOD, ()), (" \n" + GOOD + "\r\n", ("white_space",)), ("\ufeff" + GOOD, ("bom",)), ("\n\ufeff " + GOOD, ("white_space", "bom")),
-        ("```json\n" + GOOD + "\n```", ("fence",)), ("```\n" + GOOD + "```", ("fence",)), ("~~~json\n" + GOOD + "\n~~~\n", ("white_space", "fence")),
-        ("````JSON\r\n" + GOOD + "\r\n````", ("fence",)), ("<think>draft: [] </think>\n" + GOOD, ("reasoning",)),
-        ("<thinking>\nx\n</thinking>" + GOOD, ("reasoning",)), ("hm [draft]\n</think>\n" + GOOD, ("reasoning",)),
-        ("<think>x</think>\n```json\n" + GOOD + "\n```", ("reasoning", "fence")),
-        ("<think>I <think> " + OTHER + "</think>" + GOOD, ("reasoning",)), ("[THINK]{}[/THINK]" + GOOD, ("reasoning",)),
-        ("<seed:think>{}</seed:think>" + GOOD, ("reasoning",)), ("cf. [1-3] and {x}</think>" + GOOD, ("reasoning",)),
-        (ANALYSIS + "<|end|><|start|>assistant" + FINAL + GOOD, ("reasoning",)), (FINAL + GOOD + "<|end|>", ("reasoning",)),
-        ("<|start|>assistant" + ANALYSIS + "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>" + GOOD
-         + "\n<|return|>", ("reasoning",)),
-        (ANALYSIS + FINAL + "```\n" + GOOD + "\n```", ("reasoning", "fence")),
-        (GOOD.replace(A.id, A.id.upper()), ("id_spelling",)), (GOOD.replace(A.id, " %s\\n" % A.id), ("id_spelling",)),
-        (json.dumps(json.loads(GOOD), indent=4), ()),
-    ]
+    ACCEPTED = [        # notes, replies
+        ("", [GOOD, json.dumps(json.loads(GOOD), indent=4)]),
+        ("white_space", [" \n" + GOOD + "\r\n"]), ("bom", ["\ufeff" + GOOD]),
+        ("white_space bom", ["\n\ufeff " + GOOD]),
+        ("fence", ["```json\n" + GOOD + "\n```", "```\n" + GOOD + "```", "````JSON\r\n" + GOOD + "\r\n````"]),
+        ("white_space fence", ["~~~json\n" + GOOD + "\n~~~\n"]),
+        ("reasoning", [
+            "<think>draft: [] </think>\n" + GOOD, "<thinking>\nx\n</thinking>" + GOOD,
+            "hm [draft]\n</think>\n" + GOOD, "<think>I <think> " + OTHER + "</think>" + GOOD,
+            "[THINK]{}[/THINK]" + GOOD, "<seed:think>{}</seed:think>" + GOOD,
+            "cf. [1-3] and {x}</think>" + GOOD, ANALYSIS + "<|end|><|start|>assistant" + FINAL + GOOD,
+            FINAL + GOOD + "<|end|>", "<|start|>assistant" + ANALYSIS + "<|end|><|start|>assistant"
+            "<|channel|>final <|constrain|>json<|message|>" + GOOD + "\n<|return|>"]),
+        ("reasoning fence", [
+            "<think>x</think>\n```json\n" + GOOD + "\n```", ANALYSIS + FINAL + "```\n" + GOOD + "\n```"]),
+        ("id_spelling", [GOOD.replace(A.id, A.id.upper()), GOOD.replace(A.id, " %s\\n" % A.id)])]
 
     def test_only_the_declared_normalisations_are_made_and_each_is_noted(self):
-        for raw, notes in self.ACCEPTED:
-            with self.subTest(raw=raw):
-                self.assertEqual(bh.validate([A, B], raw, LABELS), bh.Verdict("ok", ANSWERS, normalised=notes))
-        self.assertLessEqual({note for _, notes in self.ACCEPTED for note in notes} | {"bare_object", "id_integer"}, set(bh.NORMALISATIONS))
+        seen = {"bare_object", "id_integer"}
+        for words, replies in self.ACCEPTED:
+            notes = tuple(words.split())
+            seen.update(notes)
+            for raw in replies:
+                with self.subTest(raw=raw):
+                    expected = bh.Verdict("ok", ANSWERS, normalised=notes)
+                    self.assertEqual(bh.validate([A, B], raw, LABELS), expected)
+        self.assertEqual(seen, set(bh.NORMALISATIONS))
 
     def test_a_bare_object_counts_in_a_call_of_one_only(self):
         one = '{"id": "%s", "answer": "good"}' % A.id
@@ -909,7 +923,7 @@ class Validation(Case):
             self.assertNotEqual(bh.validate([A, B], raw, LABELS).code, "ok")
 
     def test_every_verdict_can_occur(self):
-        seen = {code for _, code, _ in self.REFUSED} | {"ok", "refused", "truncated", "rejected", "order_mismatch", "stale_rubric"}
+        seen = set(self.REFUSED) | {"ok", "refused", "truncated", "rejected", "order_mismatch", "stale_rubric"}
         self.assertEqual(seen, set(bh.VERDICTS))
 
 
@@ -1035,128 +1049,124 @@ class Mutations(Case):
 # ====================================================================================================================
 
 class Plans(Case):
-    def drive(self, count, verdicts, policy=bh.Policy(), **more):
-        """The asks of a plan told `verdicts(ask)`, as (ids, attempt, fallback), and the items it quarantines."""
-        steps, asked, lost = bh.plan(made(count), policy, **more), [], []
-        names = {item.id: n for n, item in enumerate(made(count))}
+    def drive(self, count, verdicts, *policy):
+        """The asks of a plan told `verdicts(ask)`, as (places, attempt), and those it quarantines."""
+        steps = bh.plan(made(count), bh.Policy(*policy))
+        places = {item.id: n for n, item in enumerate(made(count))}
+        asked, lost = [], []
         asks = next(steps)
         while asks:
             codes = []
             for ask in asks:
-                asked.append(([names[name] for name in ask.ids], ask.attempt, ask.fallback))
-                codes.append(verdicts([names[name] for name in ask.ids], ask))
-                lost += [names[name] for name in ask.ids] if ask.quarantines(codes[-1]) else []
+                ids = [places[name] for name in ask.ids]
+                asked.append((ids, ask.attempt))
+                self.assertEqual(ask.fallback, len(ids) < count)
+                codes.append(verdicts(ids, ask.attempt))
+                if ask.quarantines(codes[-1]):
+                    lost += ids
             asks = bh.advance(steps, codes)
         return asked, lost
 
-    def test_a_good_batch_is_asked_once(self):
-        self.assertEqual(self.drive(3, lambda ids, ask: "ok"), ([([0, 1, 2], 1, False)], []))
+    def test_what_follows_each_failure(self):
+        def bad(ids, attempt):
+            return "not_json"
 
-    def test_a_batch_that_fails_is_asked_again_and_then_item_by_item(self):
-        asked, lost = self.drive(3, lambda ids, ask: "ok" if ids == [1] else "not_json")
-        self.assertEqual(asked, [([0, 1, 2], 1, False), ([0, 1, 2], 2, False), ([0], 1, True), ([1], 1, True), ([2], 1, True),
-                                 ([0], 2, True), ([2], 2, True)])
-        self.assertEqual(lost, [0, 2])
-
-    def test_an_item_alone_is_asked_as_often_as_attempts_say(self):
-        for policy in (bh.Policy(3), bh.Policy(3, "split")):
-            asked, lost = self.drive(2, lambda ids, ask: "ok" if ids == [1] and ask.attempt == 3 else "not_json", policy)
-            self.assertEqual(asked[3:], [([0], 1, True), ([1], 1, True), ([0], 2, True), ([1], 2, True), ([0], 3, True), ([1], 3, True)])
-            self.assertEqual(lost, [0])
+        whole, alone = ([0, 1], 1), [([0], 1), ([1], 1)]
+        for count, policy, verdicts, asked, lost in (
+                (2, (), lambda ids, n: "ok", [whole], []),
+                (2, (), lambda ids, n: "ok" if n == 2 else "not_json", [whole, ([0, 1], 2)], []),
+                (2, (), bad, [whole, ([0, 1], 2), *alone, ([0], 2), ([1], 2)], [0, 1]),
+                (2, (), lambda ids, n: "ok" if ids == [1] else "no", [whole, ([0, 1], 2), *alone, ([0], 2)], [0]),
+                (2, (1,), bad, [whole, *alone], [0, 1]),
+                (1, (1,), bad, [([0], 1)], [0]),
+                (1, (3,), bad, [([0], 1), ([0], 2), ([0], 3)], [0]),
+                (2, (2, "exclude"), bad, [whole, ([0, 1], 2)], [0, 1]),
+                (5, (1, "split"), lambda ids, n: "bad_value" if 3 in ids else "ok",
+                 [([0, 1, 2, 3, 4], 1), ([0, 1, 2], 1), ([3, 4], 1), ([3], 1), ([4], 1)], [3]),
+                (2, (2, "split"), bad, [whole, ([0, 1], 2), *alone, ([0], 2), ([1], 2)], [0, 1]),
+                *[row for code in bh.HOPELESS for row in (
+                    (2, (), lambda ids, n, code=code: code, [whole, *alone], [0, 1]),
+                    (1, (), lambda ids, n, code=code: code, [([0], 1)], [0]),
+                    (2, (2, "exclude"), lambda ids, n, code=code: code, [whole], [0, 1]))]):
+            self.assertEqual(self.drive(count, verdicts, *policy), (asked, lost), (count, policy))
 
     def test_random_faults_put_few_items_into_quarantine(self):
         for seed in (1, 2):
             demo = bh.Demo(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
-            outcomes = [bh.run_batch(batch, lambda prompt: demo(prompt, {})) for batch in bh.batches(made(600), 5)]
-            self.assertGreaterEqual(sum(len(outcome.answers) for outcome in outcomes), 596)
-
-    def test_a_retry_that_succeeds_ends_the_batch(self):
-        self.assertEqual(self.drive(2, lambda ids, ask: "ok" if ask.attempt == 2 else "not_json"),
-                         ([([0, 1], 1, False), ([0, 1], 2, False)], []))
-
-    def test_a_hopeless_verdict_skips_the_identical_attempt(self):
-        for code in sorted(bh.HOPELESS):
-            self.assertEqual(self.drive(2, lambda ids, ask: code), ([([0, 1], 1, False), ([0], 1, True), ([1], 1, True)], [0, 1]))
-            self.assertEqual(self.drive(1, lambda ids, ask: code), ([([0], 1, False)], [0]))
-            self.assertEqual(self.drive(2, lambda ids, ask: code, bh.Policy(2, "exclude")), ([([0, 1], 1, False)], [0, 1]))
-
-    def test_a_batch_of_one_is_asked_as_often_as_attempts_say(self):
-        for attempts in (1, 2, 3):
-            asked, lost = self.drive(1, lambda ids, ask: "not_json", bh.Policy(attempts))
-            self.assertEqual((asked, lost), ([([0], n, False) for n in range(1, attempts + 1)], [0]))
-
-    def test_split_asks_halves_down_to_one(self):
-        asked, lost = self.drive(5, lambda ids, ask: "not_json" if 3 in ids else "ok", bh.Policy(1, "split"))
-        self.assertEqual([ids for ids, _, _ in asked], [[0, 1, 2, 3, 4], [0, 1, 2], [3, 4], [3], [4]])
-        self.assertEqual(lost, [3])
-
-    def test_exclude_quarantines_the_whole_batch_and_asks_nothing_more(self):
-        asked, lost = self.drive(3, lambda ids, ask: "not_json", bh.Policy(2, "exclude"))
-        self.assertEqual((asked, lost), ([([0, 1, 2], 1, False), ([0, 1, 2], 2, False)], [0, 1, 2]))
+            answered = sum(len(bh.run_batch(batch, lambda prompt: demo(prompt, {})).answers)
+                           for batch in bh.batches(made(600), 5))
+            self.assertGreaterEqual(answered, 596)
 
     def test_every_item_ends_answered_or_quarantined_whatever_the_verdicts(self):
         dice = random.Random(SEED)
         for _ in range(500):
-            count, policy = dice.randrange(1, 9), bh.Policy(dice.randrange(1, 4), dice.choice(["single", "split", "exclude"]))
+            count = dice.randrange(1, 9)
+            policy = dice.randrange(1, 4), dice.choice(["single", "split", "exclude"])
             done = []
 
-            def verdict(ids, ask):
+            def verdict(ids, attempt):
                 code = dice.choice(["ok", "not_json", "truncated", "set_mismatch"])
-                done.extend(ids if code == "ok" else [])
+                if code == "ok":
+                    done.extend(ids)
                 return code
-            _, lost = self.drive(count, verdict, policy)
+            _, lost = self.drive(count, verdict, *policy)
             self.assertEqual(sorted(done + lost), list(range(count)), (policy, SEED))
 
     def test_fallbacks_carry_the_name_and_size_of_their_batch(self):
         steps = bh.plan(made(2), size=5)
-        asks = next(steps)
-        name = asks[0].batch_id
-        for _ in range(2):
-            asks = bh.advance(steps, ["not_json"])
-        self.assertEqual({(ask.batch_id, ask.size, ask.fallback) for ask in asks}, {(name, 5, True)})
+        [first] = next(steps)
+        bh.advance(steps, ["not_json"])
+        asks = bh.advance(steps, ["not_json"])
+        self.assertEqual({ask[2::3] for ask in asks}, {(True, first.batch_id)})
+        self.assertEqual({ask.size for ask in asks}, {5})
 
     def test_batches_keep_order_and_their_bounds(self):
         items = made(7)
-        self.assertEqual([len(batch) for batch in bh.batches(items, 3)], [3, 3, 1])
-        self.assertEqual([item for batch in bh.batches(items, 3) for item in batch], items)
+        self.assertEqual([*map(tuple, bh.batches(items, 3))], [tuple(items[n:n + 3]) for n in (0, 3, 6)])
         long = [bh.Item("x" * n) for n in (5, 5, 50, 1)]
         self.assertEqual([len(batch) for batch in bh.batches(long, 3, 10)], [2, 1, 1])
 
     def test_a_batch_runs_without_a_ledger(self):
-        items, calls = made(3) + made(1), []
+        items, calls = made(3), []
 
         def model(prompt):
             ids = [name for name, _ in asked_in(prompt)]
             calls.append(len(ids))
-            return None if len(ids) > 1 else '{"id": "%s", "answer": "x"}' % ids[0] if ids[0] != items[1].id else "no"
-        outcome = bh.run_batch(items, model)
-        self.assertEqual((calls, outcome.answers, outcome.quarantined), ([3, 3, 1, 1, 1, 1], {i.id: "x" for i in (items[0], items[2])}, (items[1].id,)))
-        self.assertEqual([verdict.code for verdict in outcome.verdicts], ["empty_reply", "empty_reply", "ok", "not_json", "ok", "not_json"])
+            if len(ids) > 1:
+                return None
+            return "no" if ids[0] == items[1].id else '{"id": "%s", "answer": "x"}' % ids[0]
+        outcome = bh.run_batch(items + made(1), model)
+        self.assertEqual(calls, [3, 3, 1, 1, 1, 1])
+        self.assertEqual(outcome.answers, {items[0].id: "x", items[2].id: "x"})
+        self.assertEqual(outcome.quarantined, (items[1].id,))
+        codes = [verdict.code for verdict in outcome.verdicts]
+        self.assertEqual(codes, ["empty_reply"] * 2 + ["ok", "not_json"] * 2)
         self.assertEqual(bh.run_batch([], model), bh.Outcome({}, (), ()))
         with self.assertRaises(ZeroDivisionError):
             bh.run_batch(items, lambda prompt: 1 / 0)
 
     def test_two_texts_under_one_id_are_never_asked_together(self):
         items = [bh.Item._make((text, "0" * 12, bh.text_digest(text), None)) for text in ("a", "b")]
+        raw = reply_to(items[:1])
         with self.assertRaises(ValueError):
-            bh.run_batch(items, lambda prompt: reply_to(items))
-        self.assertEqual(bh.validate(items, reply_to(items[:1])).code, "duplicate_ids")
-        self.assertEqual(bh.run_batch([items[0]] * 2, lambda prompt: reply_to(items[:1])).answers, {"0" * 12: "good"})
+            bh.run_batch(items, lambda prompt: raw)
+        self.assertEqual(bh.validate(items, raw).code, "duplicate_ids")
+        self.assertEqual(bh.run_batch([items[0]] * 2, lambda prompt: raw).answers, {"0" * 12: "good"})
 
     def test_a_policy_that_does_not_exist_is_refused(self):
-        for policy in (bh.Policy(0), bh.Policy(2, "singel")):
+        for policy in ((0,), (2, "singel")):
             with self.assertRaises(ValueError):
-                next(bh.plan(made(2), policy))
+                self.drive(2, None, *policy)
 
     def test_a_reply_is_accepted_whole_or_not_at_all(self):
         items = made(3)
         outcome = bh.run_batch(items, lambda prompt: reply_to(items[:2]), attempts=1)
-        self.assertEqual(outcome.answers, {})
-        self.assertEqual(len(outcome.quarantined), 3)
+        self.assertEqual((outcome.answers, len(outcome.quarantined)), ({}, 3))
 
     def test_nothing_is_guessed_no_position_no_prefix_no_edit_distance(self):
         items = made(2)
-        for names in (["1", "2"], [items[0].id[:11], items[1].id], ["", items[1].id], [items[0].id[:-1] + "g", items[1].id]):
+        first, second = (item.id for item in items)
+        for names in (["1", "2"], [first[:11], second], ["", second], [first[:-1] + "g", second]):
             raw = json.dumps([{"id": name, "answer": "x"} for name in names])
             self.assertEqual(bh.validate(items, raw).code, "set_mismatch")
 
