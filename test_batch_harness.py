@@ -287,55 +287,72 @@ class Items(Case):
         ("a.txt", b'fine\n\xe8\xb4\n', 2, "invalid UTF-8"),
     ]
 
+    def said(self, name, content, *more):
+        """What is said of an input that must be refused."""
+        if content is not None:
+            self.write(name, content)
+        return self.refused("--input", name, "--model", "demo", *more)
+
     def test_bad_input_is_refused_with_its_line_before_any_call(self):
         for name, content, line, words in self.BAD:
             with self.subTest(content=content[:60]):
-                err = self.refused("--input", self.write(name, content), "--model", "demo")
+                err = self.said(name, content)
                 self.assertIn("%s:%d: " % (name, line), err)
                 self.assertIn(words, err)
-                self.assertRegex(err, "1 bad rows in |: no field" if line == 1 else "[13] bad rows in " + name)
-                self.assertRegex(err.splitlines()[0], "; ")
+                self.assertRegex(err, ": no field|[13] bad rows in " + name)
 
     def test_a_file_of_another_kind_is_refused_in_its_own_name(self):
         text = '{"text": "gut"}\n'
-        os.mkdir("folder")
-        for name, content, said in (
-                ("a.xlsx", b"PK\3\4....[Content_Types].xml", "an Excel workbook; save the sheet as CSV UTF-8"), ("a.csv", b"PK\3\4...xl/workbook.xml", "an Excel workbook; "),
-                ("a.zip", b"PK\3\4...a.csv", "a zip archive; unpack it"), ("a.xls", b"\xd0\xcf\x11\xe0", "an old Excel workbook; "),
-                ("a.parquet", b"PAR1\x15", 'a Parquet file; write it as JSONL, in pandas with read_parquet(FILE).to_json("items.jsonl", orient="records", lines=True)'),
-                ("a.dat", b"SQLite format 3\0", "an SQLite database; add --input-format sqlite, and --table"), ("a.jsonl", b"\xfd7zXZ\0", "compressed and not by gzip; "),
-                ("a b.jsonl", text.encode("utf-16-le"), "in UTF-16 without a byte order mark, or no text; type: iconv -f UTF-16LE -t UTF-8"),
-                ("a.csv", "id,text\n1,a\n".encode("utf-16-be"), "iconv -f UTF-16LE "), ("a.csv", "id,text\n1,\u4e00\u8d77\n".encode("utf-16-le"), "iconv -f UTF-16LE ")):
-            with self.subTest(said=said):
-                err = self.refused("--input", name if content is None else self.write(name, content), "--model", "demo")
+        for name, content, words in (
+                ("a.xlsx", b"PK\3\4....[Content_Types].xml", "an Excel workbook; save the sheet as CSV"),
+                ("a.csv", b"PK\3\4...xl/workbook.xml", "an Excel workbook; "),
+                ("a.zip", b"PK\3\4...a.csv", "a zip archive; unpack it"),
+                ("a.xls", b"\xd0\xcf\x11\xe0", "an old Excel workbook; "),
+                ("a.parquet", b"PAR1\x15", "a Parquet file; write it as JSONL, in pandas with "
+                 'read_parquet(FILE).to_json("items.jsonl", orient="records", lines=True)'),
+                ("a.dat", b"SQLite format 3\0", "an SQLite database; add --input-format sqlite, and --table"),
+                ("a.jsonl", b"\xfd7zXZ\0", "compressed and not by gzip; "),
+                ("a.jsonl", text.encode("utf-16-le"), "in UTF-16 without a byte order mark, or no text"),
+                ("a.csv", "id,text\n1,a\n".encode("utf-16-be"), "iconv -f UTF-16LE "),
+                ("a.csv", "id,text\n1,\u4e00\u8d77\n".encode("utf-16-le"), "iconv -f UTF-16LE ")):
+            with self.subTest(words=words):
+                err = self.said(name, content)
                 self.assertEqual(len(err.splitlines()), 1)
                 self.assertTrue(err.startswith("batch_harness: %s is " % name), err)
-                self.assertIn(said, err)
-        self.assertIn("is it there, and whole", self.refused("--input", self.write("a.txt", "\ufeffab".encode("utf-16-le")[:-1]), "--model", "demo"))
+                self.assertIn(words, err)
+        err = self.said("a.txt", "\ufeffab".encode("utf-16-le")[:-1])
+        self.assertIn("is it there, and whole", err)
 
     def test_an_input_without_rows_is_refused(self):
-        for name, content in (("a.jsonl", b""), ("a.txt", b"\n \n"), ("a.csv", b"id,text\n"), ("a.json", b"[ ]"), ("a.csv.gz", gzip.compress(b""))):
-            self.assertIn("%s: it holds no rows" % name, self.refused("--input", self.write(name, content), "--model", "demo"))
+        for name, content in (("a.jsonl", b""), ("a.txt", b"\n \n"), ("a.csv", b"id,text\n"),
+                              ("a.json", b"[ ]"), ("a.csv.gz", gzip.compress(b""))):
+            self.assertIn("%s: it holds no rows" % name, self.said(name, content))
         self.write("one.jsonl", '"a"\n')
-        codes = [self.main("--input", "one.jsonl", "--model", "demo", "--shard", "%d/2" % part)[0] for part in (1, 2)]
-        self.assertEqual(codes, [0, 0])                         # a part may be empty
+        for part in ("1/2", "2/2"):                             # a part may be empty
+            self.assertEqual(self.main("--input", "one.jsonl", "--model", "demo", "--shard", part)[0], 0)
 
     def test_a_wrong_field_is_one_line_with_the_fields_there_are_and_the_likeliest(self):
-        rows = "".join(json.dumps({"id": n, "Text": "a", "note": "b"}) + "\n" for n in range(99))
-        for name, content, words, said in (
-                ("a.jsonl", rows, [], 'a.jsonl:1: no field "text"; it has "id", "Text", "note": name the text with --text-field "Text"'),
-                ("a.csv", "id;Kommentar, frei;x\n" + "1;x;y\n" * 99, ["--text-field", "gibt's nicht"], 'no field "gibt\'s nicht"; it has "id", "Kommentar, frei", "x": name the text with --text-field \n'),
-                ("b.csv", "id;Kommentar\n" + "1;x\n" * 99, ["--text-field", "komentar"], 'name the text with --text-field "Kommentar"'),
-                ("a.json", '[{"id": 1, "data": {"text": "a"}}, {"id": 2, "data": {"text": "b"}}]', [], 'it has "id", "data", "data.text": name the text with --text-field "data.text"')):
-            err = self.refused("--input", self.write(name, content), "--model", "demo", *words)
+        rows = '{"id": 7, "Text": "a", "note": "b"}\n' * 99
+        for name, content, wanted, words in (
+                ("a.jsonl", rows, "text", 'a.jsonl:1: no field "text"; it has "id", "Text", "note": name '
+                 'the text with --text-field "Text"'),
+                ("a.csv", "id;Wort, frei;x\n" + "1;x;y\n" * 99, "gibt's nicht",
+                 'it has "id", "Wort, frei", "x": name the text with --text-field \n'),
+                ("b.csv", "id;Kommentar\n" + "1;x\n" * 99, "komentar", '--text-field "Kommentar"'),
+                ("a.json", '[{"id": 1, "data": {"text": "a"}}]', "text",
+                 'it has "id", "data", "data.text": name the text with --text-field "data.text"')):
+            err = self.said(name, content, "--text-field", wanted)
             self.assertEqual(len(err.splitlines()), 1, err)
-            self.assertIn(said, err)
+            self.assertIn(words, err)
 
     def test_a_dotted_name_leads_inside_where_no_field_is_called_so(self):
-        self.write("a.jsonl", '{"data": {"text": "inner", "n": {"id": 7}}}\n{"data.text": "outer", "data": {"text": "inner"}}\n{"data": "x"}\n')
-        self.assertEqual(self.texts("a.jsonl", text_field="data.text"), [("inner", None), ("outer", None)])
-        self.assertEqual(self.texts("a.jsonl", text_field="data.text", id_field="data.n.id"), [("inner", "7")])
-        self.assertIn('a.jsonl:3: no field "data.text"', self.refused("--input", "a.jsonl", "--text-field", "data.text", "--model", "demo"))
+        self.write("a.jsonl", '{"data": {"text": "inner", "n": {"id": 7}}}\n'
+                   '{"data.text": "outer", "data": {"text": "inner"}}\n{"data": "x"}\n')
+        for more, keys in (({}, (None, None)), ({"id_field": "data.n.id"}, ("7",))):
+            found = self.texts("a.jsonl", text_field="data.text", **more)
+            self.assertEqual(found, list(zip(("inner", "outer"), keys)))
+        err = self.said("a.jsonl", None, "--text-field", "data.text")
+        self.assertIn('a.jsonl:3: no field "data.text"', err)
 
     def test_an_array_is_read_as_a_stream(self):
         dice = random.Random(SEED)
@@ -367,33 +384,23 @@ class Items(Case):
                 err = self.refused("--input", "a.jsonl", "--model", "demo", *more)
                 self.assertIn("a.jsonl:%d: this JSON array is not whole: %s" % (line, said), err)
 
-    def test_an_open_quote_is_refused_even_where_bad_rows_are_skipped(self):
-        self.write("a.csv", 'id,text\n1,a\n2,"b\n3,c\n')
-        for more in ([], ["--skip-bad"]):
-            self.assertIn("a.csv:3: unexpected end of data; close or double the CSV quote that opens here or later", self.refused("--input", "a.csv", "--model", "demo", *more))
-
-    def test_a_bad_first_row_does_not_decide_the_kind(self):
-        self.write("a.jsonl", 'null\n{"text":"a"}\n{"text":"b"}\n')
-        self.assertIn("1 bad rows in", self.refused("--input", "a.jsonl", "--model", "demo"))
-        self.assertEqual(self.texts("a.jsonl"), [("a", None), ("b", None)])
-
-    def test_a_quoted_empty_cell_is_a_row_and_a_blank_line_is_none(self):
-        self.write("a.csv", 'text\na\n""\n\nb\n')
-        self.assertIn("a.csv:3: blank text", self.refused("--input", "a.csv", "--model", "demo"))
-
-    def test_a_sep_line_that_names_nothing_is_a_header(self):
-        for first in ("sep=\r\n", 'sep="\n'):
-            self.refused("--input", self.write("a.csv", first + "text\na\n"), "--model", "demo")
-
-    def test_plain_texts_have_no_fields(self):
-        self.write("a.txt", "hello\n")
-        for words in (["--template", "$x"], ["--id-field", "x"]):
-            self.assertIn("a plain text has no fields", self.refused("--input", "a.txt", "--model", "demo", *words))
-
-    def test_twenty_bad_lines_are_shown_and_all_are_counted(self):
-        err = self.refused("--input", self.write("a.jsonl", '{"text": 5}\n' * 33), "--model", "demo")
+    def test_what_is_said_of_odd_rows_and_files(self):
+        quote = "a.csv:3: unexpected end of data; close or double the CSV quote that opens here or later"
+        for name, content, more, words in (
+                ("a.csv", 'id,text\n1,a\n2,"b\n3,c\n', [], quote),
+                ("a.csv", 'id,text\n1,a\n2,"b\n3,c\n', ["--skip-bad"], quote),
+                ("a.csv", 'text\na\n""\n\nb\n', [], "a.csv:3: blank text"),
+                ("a.csv", "sep=\r\ntext\na\n", [], "under a header of|no field"),
+                ("a.csv", 'sep="\ntext\na\n', [], "quote|no field"),
+                ("a.txt", "hello\n", ["--template", "$x"], "a plain text has no fields"),
+                ("a.txt", "hello\n", ["--id-field", "x"], "a plain text has no fields"),
+                ("a.jsonl", 'null\n{"text":"a"}\n{"text":"b"}\n', [], "1 bad rows in"),
+                ("a.jsonl", '{"text": 5}\n' * 33, [], r"33 bad rows in a.jsonl \(20 shown\)")):
+            err = self.said(name, content, *more)
+            self.assertRegex(err, words)
         self.assertEqual(len(err.splitlines()), 21)
-        self.assertIn("33 bad rows in a.jsonl (20 shown)", err)
+        self.write("a.jsonl", 'null\n{"text":"a"}\n{"text":"b"}\n')     # the kind is that of the second
+        self.assertEqual(self.texts("a.jsonl"), [("a", None), ("b", None)])
 
     def test_skip_bad_goes_on_and_exports_the_bad_rows_as_skipped(self):
         self.write("a.jsonl", '{"id": 1, "text": "a"}\n{"id": 2, "text": 5}\n{"id": 3, "text": "c"}\n')
