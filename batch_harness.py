@@ -7704,8 +7704,8 @@ def closing_words(runner: Run, answered: int, quarantined: int, out: Speaker) ->
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     import shlex
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
-    refused = runner.figures.verdicts
-    words = ["%s %d (such as %s)" % (code, refused[code], row["batch"][0]) for code, row in runner.examples.items()]
+    not_accepted = runner.figures.verdicts
+    words = ["%s %d (such as %s)" % (code, not_accepted[code], row["batch"][0]) for code, row in runner.examples.items()]
     if words:
         out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(words))
     unfrozen = max(pending.unfrozen for pending in runner.arms)

@@ -334,7 +334,8 @@ class Items(Case):
             "a.jsonl",
             b'{"text":{"0":"a","1":"b"}}\n',
             1,
-            'it must be a string: write one row a line, in pandas with to_json("items.jsonl", orient="records", lines=True)',
+            'it must be a string: write one row a line, in pandas with to_json("items.jsonl", '
+            'orient="records", lines=True)',
         ),
         ("a.jsonl", b'{"text":"a"}\n"b"\n', 2, "a string; write"),
         ("a.jsonl", b'"a"\n{"text":"b"}\n', 2, "an object; write"),
@@ -345,7 +346,8 @@ class Items(Case):
             "a.csv",
             b'Export of Tool 4.2\nid,text\n',
             2,
-            '2 cells under a header of 1 ("Export of Tool 4.2"); quote delimiters in cells, or delete what stands above the header',
+            '2 cells under a header of 1 ("Export of Tool 4.2"); quote delimiters in cells, or delete '
+            'what stands above the header',
         ),
         ("a.csv", b'id,text\n1\n', 2, "1 cells under a header of 2"),
         ("a.csv", b'id,text\n1,a\x00b\n', 2, "NUL"),
@@ -505,7 +507,7 @@ class Items(Case):
                 self.assertIn("a.jsonl:%d: this JSON array is not whole: %s" % (line, said), err)
 
     def test_what_is_said_of_odd_rows_and_files(self):
-        quote = "a.csv:3: unexpected end of data; close or double the CSV quote that opens here or later"
+        quote = "a.csv:3: unexpected end of data; close or double the CSV quote that opens here"
         for name, content, more, words in (
             ("a.csv", 'id,text\n1,a\n2,"b\n3,c\n', [], quote),
             ("a.csv", 'id,text\n1,a\n2,"b\n3,c\n', ["--skip-bad"], quote),
@@ -748,9 +750,9 @@ class Items(Case):
         self.assertEqual({(row["status"], len(row["item"])) for row in rows}, {("answered", 20)})
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # TASK AND SCHEMA
-# ====================================================================================================================
+# ==================================================================================================
 
 class Tasks(Case):
     VALUES = [  # schema, values that obey it, values that break it
@@ -1012,9 +1014,9 @@ class Tasks(Case):
         self.assertEqual(bh.load_task(json.loads(json.dumps(task.document()))), task)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # PROMPT
-# ====================================================================================================================
+# ==================================================================================================
 
 class Prompts(Case):
     NASTY = [
@@ -1088,9 +1090,9 @@ class Prompts(Case):
             self.assertIn(words, prompt)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # VALIDATION
-# ====================================================================================================================
+# ==================================================================================================
 
 A, B = bh.Item("Arrived on time, works well."), bh.Item("Broke after two days.")
 DIGITS = bh.Item._make(("made up", "123456789012", "123456789012" + "0" * 52, None))
@@ -1425,7 +1427,9 @@ class Validation(Case):
             self.assertLess(len(verdict.detail), 100)
 
     def test_an_answer_of_nothing_but_invisible_characters_is_none(self):
-        for unseen in "\0\t\x1b\x7f\x85\xa0\xad\u034f\u115f\u1160\u180e\u200b\u200d\u202e\u2028\u2060\u2800\u3000\u3164\ufe0f\ufeff\uffa0\U000e0041":
+        for unseen in (
+                "\0\t\x1b\x7f\x85\xa0\xad\u034f\u115f\u1160\u180e\u200b\u200d\u202e\u2028"
+                "\u2060\u2800\u3000\u3164\ufe0f\ufeff\uffa0\U000e0041"):
             for answer in (unseen, "  %s\u200b\n%s" % (unseen, unseen)):
                 self.assertEqual(
                     bh.validate([A], json.dumps([{"id": A.id, "answer": answer}])).code,
@@ -1598,7 +1602,7 @@ class Mutations(Case):
         return {item.id: "value " + item.digest[20:36] for item in items}
 
     def spoil_value(self, value, dice):
-        """One structural edit of a reply's elements that leaves no element with another one's contents."""
+        """One structural edit of elements that leaves none with another one's contents."""
         rows = json.loads(json.dumps(value))
         row = dice.choice(rows)
         edit = dice.randrange(14)
@@ -1734,7 +1738,7 @@ class Mutations(Case):
         return other
 
     def said(self, text):
-        """What a reply says of each id, read another way: every element between the outermost brackets, by its own id."""
+        """What a reply says of each id, read another way: what is between the outermost brackets."""
         text = text[text.rfind("</think>") + 1 :]
         start, end = (
             ("{", "}") if 0 <= text.find("{") < text.find("[") or "[" not in text else ("[", "]")
@@ -1790,17 +1794,17 @@ class Mutations(Case):
             )
         self.assertGreater(accepted, self.COUNT // 20)  # the good ones are not refused with the bad
         self.assertLess(accepted, self.COUNT // 2)
-        # Cut and paste may put one item's whole value under another's id: no check of shape can see that.
+        # Cut and paste may put a whole value under another's id: no check of shape can see that.
         self.assertLess(exchanged, accepted // 100)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # PLAN
-# ====================================================================================================================
+# ==================================================================================================
 
 class Plans(Case):
     def drive(self, count, verdicts, *policy):
-        """The asks of a plan told `verdicts(ask)`, as (places, attempt), and those it quarantines."""
+        """The asks of a plan told these verdicts, as (places, attempt); what it quarantines."""
         steps = bh.plan(made(count), bh.Policy(*policy))
         places = {item.id: n for n, item in enumerate(made(count))}
         asked, lost = [], []
@@ -1826,7 +1830,8 @@ class Plans(Case):
                 (2, (), lambda ids, n: "ok", [whole], []),
                 (2, (), lambda ids, n: "ok" if n == 2 else "not_json", [whole, ([0, 1], 2)], []),
                 (2, (), bad, [whole, ([0, 1], 2), *alone, ([0], 2), ([1], 2)], [0, 1]),
-                (2, (), lambda ids, n: "ok" if ids == [1] else "no", [whole, ([0, 1], 2), *alone, ([0], 2)], [0]),
+                (2, (), lambda ids, n: "ok" if ids == [1] else "no",
+                 [whole, ([0, 1], 2), *alone, ([0], 2)], [0]),
                 (2, (1,), bad, [whole, *alone], [0, 1]),
                 (1, (1,), bad, [([0], 1)], [0]),
                 (1, (3,), bad, [([0], 1), ([0], 2), ([0], 3)], [0]),
@@ -1872,7 +1877,8 @@ class Plans(Case):
 
     def test_batches_keep_order_and_their_bounds(self):
         items = made(7)
-        self.assertEqual([*map(tuple, bh.batches(items, 3))], [tuple(items[n:n + 3]) for n in (0, 3, 6)])
+        parts = [tuple(items[n:n + 3]) for n in (0, 3, 6)]
+        self.assertEqual(list(bh.batches(items, 3)), parts)
         long = [bh.Item("x" * n) for n in (5, 5, 50, 1)]
         self.assertEqual([len(batch) for batch in bh.batches(long, 3, 10)], [2, 1, 1])
 
@@ -1901,7 +1907,8 @@ class Plans(Case):
         with self.assertRaises(ValueError):
             bh.run_batch(items, lambda prompt: raw)
         self.assertEqual(bh.validate(items, raw).code, "duplicate_ids")
-        self.assertEqual(bh.run_batch([items[0]] * 2, lambda prompt: raw).answers, {"0" * 12: "good"})
+        same = bh.run_batch([items[0]] * 2, lambda prompt: raw)
+        self.assertEqual(same.answers, {"0" * 12: "good"})
 
     def test_a_policy_that_does_not_exist_is_refused(self):
         for policy in ((0,), (2, "singel")):
@@ -1921,9 +1928,9 @@ class Plans(Case):
             self.assertEqual(bh.validate(items, raw).code, "set_mismatch")
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # LEDGER AND STATE
-# ====================================================================================================================
+# ==================================================================================================
 
 class Ledgers(Case):
     # As the version before this form wrote it: 8 items at size 4, stopped with a batch half done.
