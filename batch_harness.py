@@ -1313,6 +1313,7 @@ class Log:
                         yield row
                 stream.seek(0)
                 head = stream.read(len(ROW_BEGIN))
+                head = head.rstrip(b"\0") or head       # what a crash left of a block
         except OSError as error:
             raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (self.path, error.strerror))
         if self._last or head == ROW_BEGIN:
