@@ -7706,7 +7706,8 @@ def closing_words(runner: Run, answered: int, quarantined: int, out: Speaker) ->
     import shlex
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
     not_accepted = runner.figures.verdicts
-    words = ["%s %d (such as %s)" % (code, not_accepted[code], row["batch"][0]) for code, row in runner.examples.items()]
+    words = ["%s %d (such as %s)" % (code, not_accepted[code], row["batch"][0])
+             for code, row in runner.examples.items()]
     if words:
         out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(words))
     unfrozen = max(pending.unfrozen for pending in runner.arms)
