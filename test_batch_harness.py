@@ -408,7 +408,7 @@ class Items(Case):
                 self.assertTrue(err.startswith("batch_harness: %s is " % name), err)
                 self.assertIn(words, err)
         err = self.said("a.txt", "\ufeffab".encode("utf-16-le")[:-1])
-        self.assertIn("is it there, and whole", err)
+        self.assertIn("is the file whole", err)
 
     def test_an_input_without_rows_is_refused(self):
         for name, content in (
