@@ -1802,7 +1802,8 @@ class Source:
                 yield stream
         except NOT_READ as error:
             words = getattr(error, "strerror", None) or error
-            raise HarnessError("cannot read %s: %s; is it there, and is the file whole?" % (self.name, words))
+            raise HarnessError("cannot read %s: %s; is it there, and is the file whole?" % (
+                self.name, words))
 
     def _open(self) -> IO[bytes]:
         once = self._path == "-" or self._format == "sqlite" or not os.path.isfile(self._path)
