@@ -2408,8 +2408,8 @@ class Models(EndpointCase):
                 (400, json.dumps([{"error": {"code": 400, "message": "x", "details": [{"reason": "API_KEY_INVALID"}]}}]).encode(), "check the key"),
                 (400, error_body(message="API key not valid. Please pass one.", code=400, status="INVALID_ARGUMENT"), "check the key"),
                 (400, json.dumps({"code": "x", "error": "Incorrect API key provided: z"}).encode(), "check the key"),
-                (501, b"", "mend the request"), (505, b"", "check --base-url"), (405, b"", "check --base-url"), (410, b"", "check --base-url"),
-                (307, b"", "redirects"), (301, b"", "redirects"), (418, b"", "mend the request")):
+                (501, b"", "fix the request"), (505, b"", "check --base-url"), (405, b"", "check --base-url"), (410, b"", "check --base-url"),
+                (307, b"", "redirects"), (301, b"", "redirects"), (418, b"", "fix the request")):
             with self.subTest(status=status, words=words):
                 server = self.serve(lambda prompt, n: (status, body, {"Location": "http://127.0.0.1:1/"}))
                 code, out, err = self.ask(server, 10, "--param", "seed=1")
