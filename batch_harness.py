@@ -2060,7 +2060,9 @@ def lock_file(descriptor: int, locks: Any) -> None:
 # nothing else.  No reply decides anything here: it is passed on as it came, with secrets masked.
 # ==================================================================================================
 
-Call = Callable[[str, Mapping[str, Any]], Reply]    # of the prompt, and what to add to the request
+Object = Mapping[str, Any]              # of JSON
+Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
+Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> kind of failure
 
 
 class Model(NamedTuple):
@@ -2069,9 +2071,9 @@ class Model(NamedTuple):
     name: str                           # as it was asked for, "provider:name"
     host: str                           # where texts go, for a person to read
     call: Call                          # gives a Reply of members of the right types
-    params: Dict[str, Any] = {}         # sent with every request
+    params: Object = {}                 # sent with every request
     workers: int = 4                    # calls in flight where the person says nothing
-    structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
+    structure: Optional[Callable[[Sequence[str]], Object]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
     roomier: str = ""                   # how to make room for a longer prompt
@@ -2089,11 +2091,11 @@ class Provider(NamedTuple):
     api: str = "chat"                           # a row of APIS
     header: str = "Authorization: Bearer %s"    # that carries the key
     limit: str = "max_tokens"                   # its name for --max-tokens
-    defaults: Mapping[str, Any] = {}            # sent unless --param says otherwise
+    defaults: Object = {}            # sent unless --param says otherwise
     refused: Mapping[str, str] = {}             # what it refuses or drops unseen -> what to do
     versions: Mapping[str, Mapping[str, str]] = {}
     #                                           of its API, the usual one first -> refused under it
-    statuses: Mapping[int, str] = {}            # with a meaning of their own -> kind of CallFailed
+    statuses: Kinds = {}
     structured: bool = True                     # whether it takes a schema for its output
     batches: bool = False                       # whether it has a batch engine of its API's form
     roomier: str = ""                           # how to make room for a longer prompt
@@ -2153,6 +2155,11 @@ CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url U
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
 
 
+# Options that mean nothing where there is no endpoint; the demo takes the last three.
+ENDPOINT_ONLY: Sequence[str] = (
+    "base_url", "api_key_env", "api_version", "max_tokens", "param", "retry_param", "structured")
+
+
 def open_model(options: Settings, task: Task) -> Model:
     """The model a person named; HarnessError, before any call, when it cannot be used."""
     asked = options.model
@@ -2161,11 +2168,11 @@ def open_model(options: Settings, task: Task) -> Model:
         raise HarnessError("no --model named; choose " + CHOICES)
     if kind not in ("demo", "cmd", "py"):
         return open_endpoint(options, task)
-    foreign = ["base_url", "api_key_env", "api_version", "max_tokens"]
-    if kind != "demo":
-        foreign += ["param", "retry_param", "structured"]
-        if not name:
-            raise HarnessError("--model %s names nothing to run; choose %s" % (asked, CHOICES))
+    if not name and kind != "demo":
+        raise HarnessError("--model %s names nothing to run; choose %s" % (asked, CHOICES))
+    foreign = ENDPOINT_ONLY
+    if kind == "demo":
+        foreign = ENDPOINT_ONLY[:4]
     given = ["--" + word.replace("_", "-") for word in foreign if getattr(options, word)]
     if given:
         raise HarnessError("%s means nothing to a model of %s:; leave it out" % (
@@ -2198,44 +2205,35 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     """The model behind an endpoint, by the row of its provider."""
     word, provider, name = provider_of(options.model)
     api = APIS[provider.api]
-    version = options.api_version or next(iter(provider.versions), "")
+    emitted = options.command == "emit"         # requests go to a file: no host or key is needed
+    if emitted:
+        options = options._replace(base_url="http://localhost", dry_run=True)
+        if provider.api != "chat":
+            raise HarnessError("`emit` writes OpenAI's batch form, which %s does not read; take "
+                               "--batch-api there" % word)
+    url = base_url_of(options, word, provider)
+    version = options.api_version or next(iter(provider.versions), None)
     check_parameters(options, word, provider, version)
     params = dict(provider.defaults)
     if options.max_tokens:
         params[provider.limit] = options.max_tokens
     params.update(options.param)
-    emitted = options.command == "emit"         # requests go to a file: no host or key is needed
-    url, key = "http://localhost", ""
-    if not emitted:
-        url = base_url_of(options, word, provider)
-        key = endpoint_key(options, provider, url)
-    elif provider.api != "chat":
-        raise HarnessError("`emit` writes OpenAI's batch form, which %s does not read; take "
-                           "--batch-api there" % word)
+    key = endpoint_key(options, provider, url)
     entries = (provider.header, key), (api.version_header, version)
     headers = [form % value for form, value in entries if value]
     client = Client(url, options.timeout, headers, key)
-    call = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-
-    def structure(ids: Sequence[str]) -> Dict[str, Any]:
-        return api.structure(reply_schema(task, ids))
-    model = Model(
-        name=options.model,
-        host=client.host,
-        call=call,
-        params=params,
-        api_version=version or None,
-        roomier=provider.roomier,
-        tick=client.end_overdue)
+    endpoint = Endpoint(client, api, {"model": name, **params}, provider.statuses)
+    workers, host, structure, jobs = 4, client.host, None, None
     if client.loopback:
-        model = model._replace(workers=1)
-    if task.form == "keyed":
-        model = model._replace(structure=structure)
+        workers = 1
     if emitted:
-        model = model._replace(host="the file " + options.file)
+        host = "the file " + options.file
+    if task.form == "keyed":
+        structure = functools.partial(asked_structure, api, task)
     if emitted or provider.batches:
-        model = model._replace(jobs=Post(client, call, ENGINES[provider.api]))
-    return model
+        jobs = Post(client, endpoint, ENGINES[provider.api])
+    return Model(options.model, host, endpoint.ask, params, workers, structure, version, provider.roomier,
+                 client.end_overdue, jobs)
 
 
 def base_url_of(options: Settings, word: str, provider: Provider) -> str:
@@ -2255,14 +2253,15 @@ def base_url_of(options: Settings, word: str, provider: Provider) -> str:
     return url
 
 
-def check_parameters(options: Settings, word: str, provider: Provider, version: str) -> None:
+def check_parameters(options: Settings, word: str, provider: Provider,
+                     version: Optional[str]) -> None:
     """HarnessError where the provider would refuse or drop something, or it is said twice."""
     params = {name for name, _ in options.param}
     asked = params.union(name for name, _ in options.retry_param)
     if options.api_version and version not in provider.versions:
         known = " or ".join(["leave it out", *provider.versions])
         raise HarnessError("%s has no --api-version %s; %s" % (word, version, known))
-    refused = {**provider.refused, **provider.versions.get(version, {})}
+    refused = {**provider.refused, **provider.versions.get(version or "", {})}
     for name in refused:
         if name in asked:
             raise HarnessError("%s does not take %s; %s" % (word, name, refused[name]))
@@ -2307,7 +2306,6 @@ CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> wh
 END_OF_LINE = re.compile(rb"\r?\n")
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
 UNSIGNED = "set SSL_CERT_FILE to that of who signed it"
-BROKEN_OFF = "the reply broke off"
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
 MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
@@ -2325,89 +2323,76 @@ class Response(NamedTuple):
 class Inbox:
     """What a connection brings; `receive` gives the next bytes, or none at the end.
 
-    EOFError: it ended too soon; OverflowError: it is too much.
+    EOFError: it ended too soon; OverflowError: a head without end.
     """
 
-    def __init__(self, receive: Callable[[], bytes], most: int) -> None:
+    def __init__(self, receive: Callable[[], bytes]) -> None:
         self.data = b""                                 # what came and is not read yet
         self._receive = receive
-        self._left = most
 
     def more(self) -> bytes:
-        """The next bytes from the connection; none at its end."""
+        """The next bytes that come."""
         part = self._receive()
-        self._left -= len(part)
-        if self._left < 0:
-            raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+        if not part:
+            raise EOFError("the reply broke off")
         return part
 
     def upto(self, mark: Any) -> bytes:
         """The bytes before a pattern of at most four, which is passed over."""
         found = mark.search(self.data)
         while not found:
-            if len(self.data) > MAX_HEAD:
-                raise OverflowError("more than %d kB as a head" % (MAX_HEAD >> 10))
-            part = self.more()
-            if not part:
-                raise EOFError(BROKEN_OFF)
             searched = max(0, len(self.data) - 3)       # or it is searched from its start each time
-            self.data += part
+            if searched > MAX_HEAD:
+                raise OverflowError("more than %d kB as a head" % (MAX_HEAD >> 10))
+            self.data += self.more()
             found = mark.search(self.data, searched)
         before = self.data[:found.start()]
         self.data = self.data[found.end():]
         return before
 
-    def take(self, size: int = sys.maxsize) -> bytes:
-        """So many bytes; by default all there will ever be.  ValueError: less than none."""
+    def take(self, size: int) -> Iterator[bytes]:
+        """So many bytes, as they come."""
         if size < 0:
             raise ValueError("a length below zero")
-        parts = [self.data]
-        left = size - len(self.data)
-        while left > 0:
-            part = self.more()
-            if not part:
-                break
-            parts.append(part)
-            left -= len(part)
-        if left > 0 and size < sys.maxsize:
-            raise EOFError(BROKEN_OFF)
-        data = b"".join(parts)
-        self.data = data[size:]
-        return data[:size]
+        while size > 0:
+            part = self.data or self.more()
+            self.data = part[size:]
+            yield part[:size]
+            size -= len(part)
+
+    def rest(self) -> Iterator[bytes]:
+        """All there will ever be."""
+        with contextlib.suppress(EOFError):
+            yield from self.take(sys.maxsize)
 
     def chunks(self) -> Iterator[bytes]:
         """The parts of a chunked body; its trailers are passed over."""
         for size in iter(lambda: int(self.upto(END_OF_LINE).split(b";")[0], 16), 0):
-            yield self.take(size)
+            yield from self.take(size)
             self.upto(END_OF_LINE)
         with contextlib.suppress(EOFError):             # after the last chunk the body is whole
             while self.upto(END_OF_LINE):
                 pass
 
 
-def inflated(body: bytes, most: int, due: float) -> Iterator[bytes]:
-    """A compressed body, part by part.  OverflowError, TimeoutError: it is too much of it."""
+def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """A compressed body of any number of members, part by part."""
     if zlib is None:
         raise OverflowError("a compressed reply, and this Python has no module zlib")
-    import gzip
-    file = gzip.GzipFile(fileobj=io.BytesIO(body))
-    for part in iter(lambda: file.read(PART), b""):
-        most -= len(part)
-        if most < 0:
-            raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
-        if time.monotonic() > due:
-            raise TimeoutError
-        yield part
+    inflater = zlib.decompressobj(47)
+    for piece in parts:
+        rest = piece
+        while rest:
+            if inflater.eof:
+                inflater = zlib.decompressobj(47)
+            yield inflater.decompress(rest, MAX_REPLY + 1)
+            rest = inflater.unused_data
+    if not inflater.eof:
+        raise EOFError("the compressed reply broke off")
 
 
-def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math.inf) -> Response:
-    """One HTTP/1.1 response (RFC 9112).
-
-    EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it; TimeoutError: it
-    was not inflated when it was due.
-    """
-    most = most or MAX_REPLY
-    inbox = Inbox(receive, most)
+def received(inbox: Inbox) -> Iterator[Any]:
+    """One HTTP/1.1 response (RFC 9112): a Response without its body, then the body by parts."""
     status = "100"
     while status[0] == "1":                             # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
@@ -2421,18 +2406,40 @@ def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math
     length = headers.get("content-length")
     if status in ("204", "304"):                        # which have no body
         length = "0"
-    chunked = headers.get("transfer-encoding", "").lower().endswith("chunked")
-    if chunked:
-        body = b"".join(inbox.chunks())
-    elif length is None:
-        body = inbox.take()
+    ends = True
+    if headers.get("transfer-encoding", "").lower().endswith("chunked"):
+        parts = inbox.chunks()
+    elif length is not None:
+        parts = inbox.take(int(length))
     else:
-        body = inbox.take(int(length))
+        parts = inbox.rest()
+        ends = False
     if "gzip" in headers.get("content-encoding", ""):   # unasked, as some gateways do
-        body = b"".join(inflated(body, most, due))
-    ends = chunked or length is not None
-    close = "close" in headers.get("connection", "").lower() or first[:8] == "HTTP/1.0"
-    return Response(int(status), headers, body, ends and not close and not inbox.data)
+        parts = inflated(parts)
+    close = first[:8] == "HTTP/1.0" or "close" in headers.get("connection", "").lower()
+    yield Response(int(status), headers, b"", ends and not close)
+    yield from parts
+
+
+def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math.inf) -> Response:
+    """One response, whole.
+
+    EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it; TimeoutError: it
+    was not inflated when it was due.
+    """
+    inbox = Inbox(receive)
+    left = most or MAX_REPLY
+    parts = received(inbox)
+    head: Response = next(parts)
+    body = []
+    for part in parts:
+        left -= len(part)
+        if left < 0:
+            raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+        if time.monotonic() > due:
+            raise TimeoutError
+        body.append(part)
+    return head._replace(body=b"".join(body), kept_alive=head.kept_alive and not inbox.data)
 
 
 class Client:
@@ -2451,43 +2458,41 @@ class Client:
                                "(--api-key-env)")
         self._http = http.client
         self._timeout = timeout
+        self._url = url
         self._path = url.path.rstrip("/")
-        self._query = url.query
-        self._address = url.hostname, url.port or {"http": 80, "https": 443}[url.scheme]
         self.host = "%s://%s%s" % (url.scheme, url.netloc, self._path)
         self.loopback = is_loopback(url.hostname)
         self._headers = [
             "Host: " + url.netloc, "User-Agent: batch_harness/" + __version__,
             "Accept: application/json", "Accept-Encoding: identity", *headers]
-        self._proxy, self._login = proxy_for(url)
-        self._context: Any = None                       # of TLS
+        self._proxy = proxy_for(url)
+        self._login = login_of(self._proxy)
         if url.scheme == "https":
             self._context = tls_context()
-        elif self._proxy is not None:
+        elif self._proxy:
             self._path = self.host                      # a proxy is asked for the whole URL
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
-        secrets = [secret, *(login.partition(" ")[2] for login in self._login.values())]
-        if self._proxy is not None:
-            secrets.append(self._proxy.password or "")
-        keys = []
-        for pair in url.query.split("&"):
-            name, _, value = pair.partition("=")
-            keys.append(value)
+        secrets = [secret]
+        for header in self._login.values():
+            secrets += [self._proxy.password or "", header.partition(" ")[2]]
+        query = [pair.partition("=") for pair in url.query.split("&")]
+        self.mask = masker([*secrets, *(value for _, _, value in query)], 3)
+        for name, _, value in query:
             if re.search("(?i)key|token|secret|sig|auth|pass", name):
                 secrets.append(value)
-        self.mask = masker([*secrets, *keys], 3)
         self.mask_long = masker(secrets, 16)
-        self._idle: List[Any] = []                      # connections that were kept alive
-        self._deadlines: Dict[Any, float] = {}          # of a connection with a call on it
-        weakref.finalize(self, close_all, self._idle)
+        self._idle: Dict[Any, float] = {}               # a connection kept alive -> since when
+        self._trust = 0.05                              # seconds; see _kept
+        self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> its end
 
     def head(self, method: str, path: str, *lines: str) -> bytes:
         """The head of a request but for the number that it ends with, the length of the body."""
         if path.startswith("/v1/") and self._path.endswith("/v1"):
             path = path[3:]
-        if self._query:
+        query = self._url.query
+        if query:
             path += "&" if "?" in path else "?"
-        target = self._path + path + self._query
+        target = self._path + path + query
         whole = ["%s %s HTTP/1.1" % (method, target), *self._headers, *(lines or [JSON_BODY])]
         return "\r\n".join([*whole, "Content-Length: "]).encode("ascii")
 
@@ -2499,14 +2504,25 @@ class Client:
         """
         request = b"%b%d\r\n\r\n%b" % (head, len(data), data)
         due = time.monotonic() + self._timeout
-        response = None
-        while response is None:
-            response = self._exchanged(request, due)
-        return response
+        came: List[Response] = []
+        while not came:
+            came = [*self._transfer([request], self._kept(), due, None)]
+        return came[0]
 
-    def _exchanged(self, request: bytes, due: float) -> Optional[Response]:
-        """The response to a request; None, as never on a new connection, where a kept one ended."""
-        connection = self._kept()
+    def stream(self, head: bytes, size: int, parts: Iterable[bytes]) -> Iterator[Any]:
+        """Send a body part by part; gives the Response without its body, then the body by parts.
+
+        Each must come within --timeout, all within an hour.  CallFailed: it did not come whole.
+        """
+        parts = itertools.chain([b"%b%d\r\n\r\n" % (head, size)], parts)
+        return self._transfer(parts, None, time.monotonic() + 3600.0, self._timeout)
+
+    def _transfer(self, request: Iterable[bytes], connection: Any, due: float,
+                  patience: Optional[float]) -> Iterator[Any]:
+        """What comes for a request; nothing where a kept connection had ended.
+
+        With patience, seconds for each read, the response comes in parts, else as one.
+        """
         used = connected = connection is not None
         if not used:
             connection = self._connection()
@@ -2516,74 +2532,50 @@ class Client:
         try:
             if not used:
                 connection.connect()
-                connection.sock.settimeout(None)        # from here on end_overdue is the clock
                 connected = True
-            sock = connection.sock
+                connection.sock.settimeout(patience)    # where there is none, end_overdue ends it
+                weakref.finalize(connection, connection.sock.close)
+            receive = functools.partial(connection.sock.recv, PART)
             with contextlib.suppress(OSError):          # who answers early has answered
-                sock.sendall(request)
+                for part in request:
+                    connection.sock.sendall(part)
                 sent = True
-            first = sock.recv(PART)
-            parts = itertools.chain([first], iter(functools.partial(sock.recv, PART), None))
-            response = read_response(parts.__next__, MAX_REPLY, due)
-            kept = sent and response.kept_alive
-            return response
+            first = receive()
+            parts = itertools.chain([first], iter(receive, None))
+            if patience:
+                yield from received(Inbox(parts.__next__))
+            else:
+                response = read_response(parts.__next__, due=due)
+                kept = sent and response.kept_alive
+                yield response
         except (*NOT_READ, ValueError, OverflowError, self._http.HTTPException) as error:
+            self._trust = 0.0
             late = time.monotonic() >= due
             seen = first or late or sent and isinstance(error, OSError)
-            if used and not seen:
-                return None
-            failed = TimeoutError() if late else error
-            raise self._failure(failed, not connected, used or bool(first))
+            if seen or not used:
+                failed = TimeoutError() if late else error
+                raise self._failure(failed, not connected, used or bool(first))
         finally:
             self._deadlines.pop(connection, None)
             if kept:
-                self._idle.append(connection)
+                self._idle[connection] = time.monotonic()
             else:
                 connection.close()
 
     def _kept(self) -> Any:
-        """A connection that was kept alive, and that nothing waits on to be read; or None."""
-        with contextlib.suppress(IndexError):
+        """A connection that was kept alive and that nothing waits on, or None.
+
+        The look costs as much as some calls do, so that one that was used a moment ago is trusted,
+        until one has failed.
+        """
+        with contextlib.suppress(KeyError):
             while True:
-                connection = self._idle.pop()
-                if not has_news(connection.sock):
+                connection, since = self._idle.popitem()
+                trusted = time.monotonic() - since < self._trust
+                if trusted or not has_news(connection.sock):
                     return connection
                 connection.close()
         return None
-
-    def stream(self, head: bytes, size: int, parts: Iterable[bytes]) -> Iterator[Any]:
-        """Send a body part by part; gives the Response without its body, then the body by parts.
-
-        Each must come within --timeout, all within an hour.  CallFailed: it did not come whole.
-        """
-        connection = self._connection()
-        due = time.monotonic() + 3600.0
-        connected = False
-        self._deadlines[connection] = due
-        try:
-            connection.connect()
-            connected = True
-            connection.sock.settimeout(self._timeout)
-            with contextlib.suppress(OSError):          # who answers early has answered
-                for part in itertools.chain([b"%b%d\r\n\r\n" % (head, size)], parts):
-                    connection.sock.sendall(part)
-            answer: Any = self._http.HTTPResponse(connection.sock)
-            answer.begin()
-            headers = {name.lower(): value for name, value in answer.getheaders()}
-            yield Response(answer.status, headers, b"", False)
-            body = answer
-            if "gzip" in headers.get("content-encoding", ""):
-                import gzip
-                body = gzip.GzipFile(fileobj=answer)
-            yield from iter(lambda: body.read(PART), b"")
-            if answer.length:
-                raise EOFError(BROKEN_OFF)
-        except (*NOT_READ, ValueError, ImportError, self._http.HTTPException) as error:
-            late = time.monotonic() >= due
-            raise self._failure(TimeoutError() if late else error, not connected, connected)
-        finally:
-            self._deadlines.pop(connection, None)
-            connection.close()
 
     def end_overdue(self, now: float) -> None:
         """Shut down connections whose calls are overdue.
@@ -2599,22 +2591,19 @@ class Client:
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
-        host, port = self._address
-        if self._proxy is not None:
-            host, port = self._proxy.hostname, self._proxy.port or 80
+        address = address_of(self._proxy or self._url)
         patience = min(self._timeout, MAX_CONNECT)
-        if self._context is None:
-            return self._http.HTTPConnection(host, port, timeout=patience)
-        connection = self._http.HTTPSConnection(
-            host, port, timeout=patience, context=self._context)
-        if self._proxy is not None:
-            connection.set_tunnel(*self._address, headers=self._login)
+        if self._url.scheme == "http":
+            return self._http.HTTPConnection(*address, timeout=patience)
+        connection = self._http.HTTPSConnection(*address, timeout=patience, context=self._context)
+        if self._proxy:
+            connection.set_tunnel(*address_of(self._url), headers=self._login)
         return connection
 
     def _failure(self, error: Any, connecting: bool, billed: bool) -> CallFailed:
         """What a broken transport means, in one line."""
         where = self.host
-        if self._proxy is not None:
+        if self._proxy:
             where += " through the proxy " + self._proxy.hostname
         name = type(error).__name__
         words = self.mask(str(error))
@@ -2641,23 +2630,15 @@ class Client:
 
 def has_news(sock: Any) -> bool:
     """Whether something waits to be read on a socket, if only its end."""
-    import socket
-    sock.settimeout(0)
-    try:
-        socket.socket.recv(sock, 1, socket.MSG_PEEK)    # below TLS, which cannot peek
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True
-    finally:
-        sock.settimeout(None)
-    return True
+    import selectors
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        return bool(selector.select(0))
 
 
-def close_all(connections: Iterable[Any]) -> None:
-    """Let go of connections."""
-    for connection in connections:
-        connection.close()
+def address_of(url: Any) -> Tuple[str, int]:
+    """Host and port of a URL."""
+    return url.hostname, url.port or {"http": 80, "https": 443}[url.scheme]
 
 
 def is_loopback(host: str) -> bool:
@@ -2696,27 +2677,31 @@ def masker(secrets: Iterable[str], shortest: int) -> Callable[[str], str]:
     return functools.partial(re.compile(pattern or "(?!)").sub, "***")
 
 
-def proxy_for(url: Any) -> Tuple[Any, Dict[str, str]]:
-    """The proxy that the usual variables name for a URL, or None; the header that logs in to it."""
-    import base64
-    import urllib.parse
+def proxy_for(url: Any) -> Any:
+    """The URL of the proxy that the usual variables name for a URL, or None."""
     import urllib.request
     place = "the proxy in %s_proxy" % url.scheme
     through = urllib.request.getproxies().get(url.scheme, "")
     if not through or is_loopback(url.hostname) or urllib.request.proxy_bypass(url.hostname):
-        return None, {}
+        return None
     kind, marked, _ = through.partition("://")
     if not marked:
         through = "http://" + through
     elif kind.isalnum() and kind.lower() != "http":
         raise HarnessError("%s speaks %s, which is not supported; set it to an HTTP proxy, "
                            "http://HOST:PORT, or set no_proxy" % (place, kind))
-    proxy = split_url(through, place, "http://HOST:PORT")
-    if not proxy.username:
-        return proxy, {}
+    return split_url(through, place, "http://HOST:PORT")
+
+
+def login_of(proxy: Any) -> Dict[str, str]:
+    """The header that logs in to a proxy; none where its URL names no user."""
+    import base64
+    import urllib.parse
+    if not proxy or not proxy.username:
+        return {}
     login = urllib.parse.unquote("%s:%s" % (proxy.username, proxy.password or ""))
     basic = base64.b64encode(login.encode("utf-8")).decode("ascii")
-    return proxy, {"Proxy-Authorization": "Basic " + basic}
+    return {"Proxy-Authorization": "Basic " + basic}
 
 
 def tls_context() -> Any:
@@ -2775,12 +2760,12 @@ class ApiError(NamedTuple):
     waits: Mapping[str, str] = {}       # how long it asks to wait, as headers would
 
 
-def an_object(value: Any) -> Mapping[str, Any]:
+def an_object(value: Any) -> Object:
     """The value where it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
-def objects_in(value: Any) -> List[Mapping[str, Any]]:
+def objects_in(value: Any) -> List[Object]:
     """The JSON objects in a list, or the one that the value is."""
     if not isinstance(value, list):
         value = [value]
@@ -2873,12 +2858,12 @@ def text_of(content: Any) -> Optional[str]:
     return content if isinstance(content, str) else None
 
 
-def first_choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
+def first_choice(document: Object) -> Object:
     """The first choice of a chat completion; empty where there is none."""
     return next(iter(objects_in(document.get("choices"))), {})
 
 
-def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
+def chat_reply(document: Object) -> Optional[Reply]:
     """The Reply in a body of OpenAI's chat form, or None where there is none.
 
     Reasoning beside the content is left, unless it is the JSON and there is no content: as
@@ -2902,7 +2887,7 @@ def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
                  usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
-def messages_reply(document: Mapping[str, Any]) -> Optional[Reply]:
+def messages_reply(document: Object) -> Optional[Reply]:
     """The Reply in a body of Anthropic's Messages API, or None where there is none."""
     content = document.get("content")
     finish = document.get("stop_reason")
@@ -2921,13 +2906,13 @@ def messages_reply(document: Mapping[str, Any]) -> Optional[Reply]:
                  usage.get("output_tokens"))
 
 
-def chat_structure(schema: Any) -> Dict[str, Any]:
+def chat_structure(schema: Any) -> Object:
     """What asks OpenAI's chat form for a reply of this schema."""
     named = {"name": "answers", "strict": True, "schema": schema}
     return {"response_format": {"type": "json_schema", "json_schema": named}}
 
 
-def messages_structure(schema: Any) -> Dict[str, Any]:
+def messages_structure(schema: Any) -> Object:
     """What asks Anthropic's Messages API for a reply of this schema."""
     return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
 
@@ -2937,9 +2922,9 @@ class Api(NamedTuple):
 
     path: str
     version_header: str
-    online: Mapping[str, Any]                       # sent with each call, but not in a batch job
-    reply: Callable[[Mapping[str, Any]], Optional[Reply]]
-    structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
+    online: Object                       # sent with each call, but not in a batch job
+    reply: Callable[[Object], Optional[Reply]]
+    structure: Callable[[Any], Object]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
@@ -2949,7 +2934,12 @@ APIS: Dict[str, Api] = {
 }
 
 
-def reply_schema(task: Task, ids: Sequence[str]) -> Dict[str, Any]:
+def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Object:
+    """What asks for an object keyed by these ids."""
+    return api.structure(reply_schema(task, ids))
+
+
+def reply_schema(task: Task, ids: Sequence[str]) -> Object:
     """The schema of one object keyed by these ids.
 
     Of the fields' rules it holds what every provider takes.
@@ -2961,13 +2951,13 @@ def reply_schema(task: Task, ids: Sequence[str]) -> Dict[str, Any]:
     return closed_schema(dict.fromkeys(ids, element))
 
 
-def closed_schema(properties: Mapping[str, Any]) -> Dict[str, Any]:
+def closed_schema(properties: Object) -> Object:
     """The schema of an object with these members and no others."""
     return {"type": "object", "properties": properties, "required": list(properties),
             "additionalProperties": False}
 
 
-def sent_schema(schema: Any) -> Dict[str, Any]:
+def sent_schema(schema: Any) -> Object:
     """A field's schema without the keywords that providers refuse; all are still checked here.
 
     >>> sent_schema({"const": "yes"}), sent_schema({"type": "number", "minimum": 0})
@@ -2975,7 +2965,7 @@ def sent_schema(schema: Any) -> Dict[str, Any]:
     """
     sent: Dict[str, Any] = {}
     labels = labels_of(schema)
-    if labels is not None:
+    if labels:
         kinds = {next(name for name, fits in TYPES.items() if fits(label)) for label in labels}
         sent = {"type": sorted(kinds), "enum": labels}
         if len(kinds) == 1:
@@ -3005,33 +2995,30 @@ def seems_cut(prompt: str, tokens: Optional[int]) -> bool:
     return tokens < 0.6 * (dense / 1.5 + wide / 3 + plain / 4)
 
 
-class Endpoint:
+class Endpoint(NamedTuple):
     """A model behind an API: asks, and reads what came, with every word of it masked."""
 
-    def __init__(self, client: Client, api: Api, body: Dict[str, Any],
-                 statuses: Mapping[int, str] = {}) -> None:
-        self._client = client
-        self._api = api
-        self._body = body
-        self._statuses = statuses
-        self._head = client.head("POST", api.path)
+    client: Client
+    api: Api
+    members: Object                     # of every request
+    statuses: Kinds = {}
 
-    def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
+    def ask(self, prompt: str, extra: Object) -> Reply:
         """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
-        more = {**self._api.online, **extra}
+        more = {**self.api.online, **extra}
         data = json.dumps(self.body(prompt, more)).encode("ascii")
-        return self.reply(self._client.exchange(self._head, data), more)
+        head = self.client.head("POST", self.api.path)
+        return self.reply(self.client.exchange(head, data), more)
 
-    def body(self, prompt: str, extra: Mapping[str, Any]) -> Dict[str, Any]:
+    def body(self, prompt: str, extra: Object) -> Object:
         """The body of the request for a prompt."""
-        return {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
+        return {**self.members, "messages": [{"role": "user", "content": prompt}], **extra}
 
     def reply(self, response: Response, extra: Iterable[str] = ()) -> Reply:
         """The Reply of a response, masked; CallFailed where it holds an error or no reply."""
-        client = self._client
-        names = map(response.headers.get, ("x-request-id", "request-id"))
+        client, headers = self.client, response.headers
         reply = as_reply(self._read(response, extra))
-        reply = reply._replace(request_id=next(filter(None, names), None))
+        reply = reply._replace(request_id=headers.get("x-request-id") or headers.get("request-id"))
         if reply.refusal:
             reply = reply._replace(refusal=client.mask(reply.refusal))
         masked: List[Any] = [
@@ -3040,7 +3027,7 @@ class Endpoint:
 
     def _read(self, response: Response, extra: Iterable[str]) -> Reply:
         """The Reply of a response as it came.  Pure but for the date of a wait."""
-        mask = self._client.mask
+        mask = self.client.mask
         status = response.status
         # What is no UTF-8 becomes a lone surrogate, and with it no answer.
         text = response.body.decode("utf-8", "surrogateescape").lstrip("\ufeff")
@@ -3049,7 +3036,7 @@ class Endpoint:
             document = json.loads(text)
         if 200 <= status < 300:
             whole = an_object(document)
-            reply = self._api.reply(whole)
+            reply = self.api.reply(whole)
             inner = whole.get("error") or first_choice(whole).get("error")
             failed = reply is None or reply.finish in tuple(FAILED_FINISHES)
             if reply is not None and not failed and (reply.text or not inner):
@@ -3067,8 +3054,8 @@ class Endpoint:
         if isinstance(error.generation, str):       # the model's own words, refused as no JSON
             return Reply(error.generation)
         wait = retry_after({**error.waits, **response.headers}, time.time())
-        sent = {*self._body, "messages", *extra}
-        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self._statuses)
+        sent = {*self.members, "messages", *extra}
+        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self.statuses)
 
 
 # ---- models that need no network ----
@@ -3081,7 +3068,7 @@ def command_model(command: str, timeout: float) -> Call:
     import subprocess
     import tempfile
 
-    def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
+    def call(prompt: str, extra: Object) -> Reply:
         # The prompt is a file, since communicate in slices forgets its input.
         with tempfile.TemporaryFile() as asked:
             asked.write(prompt.encode("utf-8"))
@@ -3102,9 +3089,7 @@ def command_model(command: str, timeout: float) -> Call:
         if not code:
             return Reply(out.decode("utf-8", "surrogateescape"))    # no UTF-8: no answer
         said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
-        kind = "retry"
-        if code in (126, 127):                      # not executable, not found
-            kind = "stop"
+        kind = {126: "stop", 127: "stop"}.get(code, "retry")    # not executable, not found
         detail = "the command ended with %d: %s" % (code, said)
         raise CallFailed(kind, detail, patience=3, billed=True)
     return call
@@ -3133,10 +3118,8 @@ def written_by(process: Any, timeout: float) -> Tuple[bytes, bytes]:
 def kill_group(pid: int) -> None:
     """End a command and whatever it started."""
     with contextlib.suppress(OSError):
-        if hasattr(os, "killpg"):
-            os.killpg(pid, signal.SIGKILL)
-        else:
-            os.kill(pid, signal.SIGTERM)
+        end = getattr(os, "killpg", os.kill)            # on Windows there is neither
+        end(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 def function_model(place: str) -> Call:
@@ -3148,24 +3131,22 @@ def function_model(place: str) -> Call:
     import inspect
     asked = "--model py:" + place
     path, _, name = place.rpartition(":")
-    spec = None
-    if os.path.isfile(path):
-        spec = importlib.util.spec_from_file_location("batch_harness_model", path)
-    if spec is None or spec.loader is None:
+    if not os.path.isfile(path) or not path.endswith(".py"):
         raise HarnessError(asked + ": no such Python file; write py:FILE.py:FUNCTION")
+    spec: Any = importlib.util.spec_from_file_location("batch_harness_model", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.modules.setdefault("batch_harness", sys.modules[__name__])      # it may import Reply
     try:
         spec.loader.exec_module(module)
-        function = getattr(module, name)
     except (Exception, SystemExit) as error:
         raise HarnessError("%s: %s: %s; fix the file" % (asked, type(error).__name__, error))
+    function: Any = getattr(module, name, None)
     odd = inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
     if odd or not callable(function):
         raise HarnessError(asked + " is no plain function; write one that takes the prompt and "
                            "returns text")
 
-    def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
+    def call(prompt: str, extra: Object) -> Reply:
         try:
             return as_reply(function(prompt))
         except CallFailed:
@@ -3201,7 +3182,7 @@ class Demo:
                 raise HarnessError("the demo model has no value for field %s; use labels"
                                    % shown(field))
 
-    def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
+    def __call__(self, prompt: str, extra: Object) -> Reply:
         """The reply to one prompt; the same prompt asked again may meet other faults."""
         import random
         self._seen[prompt] += 1
@@ -3242,22 +3223,21 @@ def demo_value(schema: Any, number: int) -> Any:
     The caller checks that it fits.
     """
     labels = labels_of(schema)
-    if labels is not None:
+    if labels:
         return labels[number % len(labels)]
     rules = an_object(schema)
-    kind = rules.get("type", "string")
-    if isinstance(kind, list):
-        kind = kind[0]
-    if kind in ("integer", "number"):
-        above = rules.get("exclusiveMinimum", rules.get("maximum", 1) - 2)
-        return math.ceil(rules.get("minimum", above) + 1)
-    if kind == "array":
-        count = min(99, int(rules.get("minItems", 1)))
-        return [demo_value(rules.get("items"), number + n) for n in range(count)]
     words = "demo %04x" % (number & 0xffff)
     words = words.ljust(min(9999, int(rules.get("minLength", 0))), ".")
-    words = words[:int(rules.get("maxLength", 9999))]
-    return {"boolean": number % 2 == 0, "null": None, "object": {}}.get(kind, words)
+    values: List[Any] = [words[:int(rules.get("maxLength", 9999))]]
+    if "type" in rules:
+        above = rules.get("exclusiveMinimum", rules.get("maximum", 1) - 2)
+        places = range(number, number + min(99, int(rules.get("minItems", 1))))
+        values += [
+            math.ceil(rules.get("minimum", above) + 1),
+            number % 2 == 0,
+            [demo_value(rules.get("items", {}), place) for place in places],
+            None, {}]
+    return next((value for value in values if broken_rule(schema, value) is None), words)
 
 
 def swap_ends(elements: List[Element], dice: Any) -> None:
@@ -5295,7 +5275,7 @@ def recorders(options: Settings, ledger: Ledger, state: JobState,
             answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
             for row in ledger.rows():
                 answers.apply(row)
-        model = Model(run["model"], "", endpoint, jobs=post)
+        model = Model(run["model"], "", endpoint.ask, jobs=post)
         pending = Pending(Sample(options.ledger, []), answers, 1, options)
         yield Runner(answers.task, model, [pending], options._replace(workers=1)), job
 

@@ -2286,7 +2286,7 @@ class Models(EndpointCase):
             with self.assertRaises(OverflowError):
                 bh.read_response(iter(pieces).__next__)
         places, mark = [], re.compile(b"END.")
-        inbox = bh.Inbox(iter([b"a" * 50] * 9 + [b"EN", b"D."]).__next__, 1000)
+        inbox = bh.Inbox(iter([b"a" * 50] * 9 + [b"EN", b"D."]).__next__)
         before = inbox.upto(types.SimpleNamespace(search=lambda data, *place: places.append(place) or mark.search(data, *place)))
         self.assertEqual((before, inbox.data), (b"a" * 450, b""))
         self.assertEqual(places[2:5], [(47,), (97,), (147,)])
