@@ -2671,8 +2671,8 @@ def masker(secrets: Iterable[str], shortest: int) -> Callable[[str], str]:
         encoded = "".join("%%(?:25)*%02x" % byte for byte in char.encode("utf-8"))
         return r"(?:\\?%s|(?i:%s|\\u%04x|&%s;|&#0*%d;|&#x0*%x;))" % (
             re.escape(char), encoded, code, names.get(char, "#"), code, code)
-    words = [word for secret in secrets for word in (secret, urllib.parse.unquote(secret))]
-    words = sorted((word for word in words if len(word) >= shortest), key=len, reverse=True)
+    words = [word for word in map(urllib.parse.unquote, secrets) if len(word) >= shortest]
+    words.sort(key=len, reverse=True)
     pattern = "|".join("".join(map(spelled, word)) for word in words)
     return functools.partial(re.compile(pattern or "(?!)").sub, "***")
 
@@ -2722,26 +2722,23 @@ def tls_context() -> Any:
 # ---- what an API's words mean: pure ----
 
 FIX_REQUEST = "fix the request (--param, --retry-param)"
-# kind, what to do, HTTP statuses and error codes that mean it
-ERRORS: Sequence[Tuple[str, str, Sequence[int], str]] = (
-    ("retry", "", (408, 409, 425, 429), ""),
-    ("rejected", "", (400, 413, 422),
-     "context_length_exceeded exceed_context_size_error content_filter"),
-    ("stop", "no money or quota is left: fix that first", (402,),
-     "insufficient_quota credit_balance_exhausted organization_spend_limit_exceeded billing_error "
-     "project_spend_limit_exceeded organization_usage_limit_exceeded enforced_spend_limit_reached "
-     "contract_spend_limit_reached"),
-    ("stop", "check the key", (401,), "invalid_api_key authentication_error API_KEY_INVALID"),
-    ("stop", "the key may not do this", (403,), ""),
-    ("stop", "the proxy wants a login", (407,), ""),
-    ("stop", "check model and --base-url", (404,), "model_not_found"),
-    ("stop", "check --base-url", (405, 410, 505), ""),
-    ("stop", "it redirects; name the final URL with --base-url", range(300, 400), ""),
-    ("stop", FIX_REQUEST, (501,), "unsupported_parameter unsupported_value"),
+ERRORS = (          # kind of failure, what to do, the HTTP statuses and error codes that mean it
+    ("retry", "", "408 409 425 429"),
+    ("rejected", "",
+     "400 413 422 context_length_exceeded exceed_context_size_error content_filter"),
+    ("stop", "no money or quota is left: fix that first",
+     "402 insufficient_quota credit_balance_exhausted organization_spend_limit_exceeded "
+     "billing_error project_spend_limit_exceeded organization_usage_limit_exceeded "
+     "enforced_spend_limit_reached contract_spend_limit_reached"),
+    ("stop", "check the key", "401 invalid_api_key authentication_error API_KEY_INVALID"),
+    ("stop", "the key may not do this", "403"),
+    ("stop", "the proxy wants a login", "407"),
+    ("stop", "check model and --base-url", "404 model_not_found"),
+    ("stop", "check --base-url", "405 410 505"),
+    ("stop", "it redirects; name the final URL with --base-url", "301 302 303 307 308"),
+    ("stop", FIX_REQUEST, "501 unsupported_parameter unsupported_value"),
 )
-MEANINGS: Dict[Any, Tuple[str, str]] = {
-    word: (kind, hint) for kind, hint, statuses, codes in ERRORS
-    for word in (*statuses, *codes.split())}
+MEANINGS = {word: (kind, hint) for kind, hint, words in ERRORS for word in words.split()}
 PHRASES: Dict[str, str] = {         # how an error begins that has no code -> the code it stands for
     "Context size has been exceeded": "exceed_context_size_error",      # llama.cpp, as HTTP 500
     "the request exceeds the available context size": "exceed_context_size_error",  # its forks
@@ -2791,7 +2788,9 @@ def error_in(document: Any, text: str) -> ApiError:
         if "retryDelay" in entry:                   # Google's, "8.5s"
             waits["retry-after"] = str(entry["retryDelay"])[:-1]
     for entry in objects_in(places):
-        blamed += [name for name in entry.get("loc", ()) if name != "body"]
+        loc = entry.get("loc")
+        if isinstance(loc, list):
+            blamed += loc[1:2]
     told = error.get("message"), places, document
     words = next((word for word in told if isinstance(word, str) and word), text)
     codes += [code for phrase, code in PHRASES.items() if words.startswith(phrase)]
@@ -2811,11 +2810,11 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
     `sent` names the members of the request: an error that blames one, except the messages, would
     meet every call.
     """
-    kind, hint = MEANINGS.get(status, ("stop", FIX_REQUEST))
-    if status >= 500 and status not in MEANINGS or status == 402 and wait:
+    kind, hint = MEANINGS.get(str(status), ("stop", FIX_REQUEST))
+    if status >= 500 and str(status) not in MEANINGS or status == 402 and wait:
         kind = "retry"
     kind = statuses.get(status, kind)
-    told = [code for code in error.codes if code in MEANINGS]
+    told = [code for code in error.codes if code in MEANINGS and not code.isdigit()]
     if told:
         kind, hint = MEANINGS[told[0]]
     if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
@@ -2906,17 +2905,6 @@ def messages_reply(document: Object) -> Optional[Reply]:
                  usage.get("output_tokens"))
 
 
-def chat_structure(schema: Any) -> Object:
-    """What asks OpenAI's chat form for a reply of this schema."""
-    named = {"name": "answers", "strict": True, "schema": schema}
-    return {"response_format": {"type": "json_schema", "json_schema": named}}
-
-
-def messages_structure(schema: Any) -> Object:
-    """What asks Anthropic's Messages API for a reply of this schema."""
-    return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
-
-
 class Api(NamedTuple):
     """One form of request and reply."""
 
@@ -2928,9 +2916,15 @@ class Api(NamedTuple):
 
 
 APIS: Dict[str, Api] = {
-    "chat": Api("/chat/completions", "", {"stream": False}, chat_reply, chat_structure),
+    "chat": Api(
+        "/chat/completions", "", {"stream": False}, chat_reply,
+        lambda schema: {"response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
     "messages": Api(
-        "/v1/messages", "anthropic-version: %s", {}, messages_reply, messages_structure),
+        "/v1/messages", "anthropic-version: %s", {}, messages_reply,
+        lambda schema: {"output_config": {
+            "format": {"type": "json_schema", "schema": schema}}}),
 }
 
 
