@@ -2057,7 +2057,8 @@ def lock_file(descriptor: int, locks: Any) -> None:
 # MODELS.  Where replies come from: callables that take a prompt and what to add to the request,
 # give a Reply or a text, and raise CallFailed when no reply came.  How one endpoint differs from
 # another is a row of PROVIDERS, never an `if` elsewhere.  A key goes into one header and into
-# nothing else.  No reply decides anything here: it is passed on as it came, with secrets masked.
+# nothing else, and is masked in all that comes back.  HTTP is read here, since so a request and its
+# response take 0.3 of http.client's CPU time (.ci/bench.py prints it).
 # ==================================================================================================
 
 Object = Mapping[str, Any]              # of JSON
@@ -2295,7 +2296,7 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
         host, variable))
 
 
-# ---- HTTP: bytes to a host and back; a reader of its own since http.client's takes longer ----
+# ---- HTTP: bytes to a host and back ----
 
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
@@ -2380,6 +2381,7 @@ def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
     if zlib is None:
         raise OverflowError("a compressed reply, and this Python has no module zlib")
     inflater = zlib.decompressobj(47)
+    broken = False
     for piece in parts:
         rest = piece
         while rest:
@@ -2387,7 +2389,8 @@ def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
                 inflater = zlib.decompressobj(47)
             yield inflater.decompress(rest, MAX_REPLY + 1)
             rest = inflater.unused_data
-    if not inflater.eof:
+            broken = not inflater.eof
+    if broken:
         raise EOFError("the compressed reply broke off")
 
 
@@ -2403,21 +2406,20 @@ def received(inbox: Inbox) -> Iterator[Any]:
     for line in lines:
         name, _, value = line.partition(":")
         headers[name.lower()] = value.strip()
+    keeps = first[:8] == "HTTP/1.1" and "close" not in headers.get("connection", "").lower()
     length = headers.get("content-length")
     if status in ("204", "304"):                        # which have no body
         length = "0"
-    ends = True
     if headers.get("transfer-encoding", "").lower().endswith("chunked"):
         parts = inbox.chunks()
     elif length is not None:
         parts = inbox.take(int(length))
     else:
         parts = inbox.rest()
-        ends = False
+        keeps = False
     if "gzip" in headers.get("content-encoding", ""):   # unasked, as some gateways do
         parts = inflated(parts)
-    close = first[:8] == "HTTP/1.0" or "close" in headers.get("connection", "").lower()
-    yield Response(int(status), headers, b"", ends and not close)
+    yield Response(int(status), headers, b"", keeps)
     yield from parts
 
 
@@ -2475,12 +2477,10 @@ class Client:
         secrets = [secret]
         for header in self._login.values():
             secrets += [self._proxy.password or "", header.partition(" ")[2]]
-        query = [pair.partition("=") for pair in url.query.split("&")]
-        self.mask = masker([*secrets, *(value for _, _, value in query)], 3)
-        for name, _, value in query:
-            if re.search("(?i)key|token|secret|sig|auth|pass", name):
-                secrets.append(value)
-        self.mask_long = masker(secrets, 16)
+        values = re.findall("=([^&]*)", url.query)
+        keys = re.findall("(?i)(?:key|token|secret|sig|auth|pass)[^&=]*=([^&]*)", url.query)
+        self.mask = masker([*secrets, *values], 3)
+        self.mask_long = masker([*secrets, *keys], 16)
         self._idle: Dict[Any, float] = {}               # a connection kept alive -> since when
         self._trust = 0.05                              # seconds; see _kept
         self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> its end
@@ -2853,8 +2853,10 @@ def text_of(content: Any) -> Optional[str]:
     """The text of a content: a string, or a list's text parts, without thinking or others."""
     if isinstance(content, list):
         parts = [part.get("text") for part in objects_in(content) if part.get("type") == "text"]
-        return "".join(part for part in parts if isinstance(part, str))
-    return content if isinstance(content, str) else None
+        content = "".join(part for part in parts if isinstance(part, str))
+    if isinstance(content, str):
+        return content
+    return None
 
 
 def first_choice(document: Object) -> Object:
@@ -3135,8 +3137,8 @@ def function_model(place: str) -> Call:
     except (Exception, SystemExit) as error:
         raise HarnessError("%s: %s: %s; fix the file" % (asked, type(error).__name__, error))
     function: Any = getattr(module, name, None)
-    odd = inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function)
-    if odd or not callable(function):
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction
+    if not callable(function) or any(kind(function) for kind in kinds):
         raise HarnessError(asked + " is no plain function; write one that takes the prompt and "
                            "returns text")
 
