@@ -2054,6 +2054,176 @@ def lock_file(descriptor: int, locks: Any) -> None:
 
 
 # ==================================================================================================
+# WORDS AND FILES.  How numbers, times and lines are put to a person, and how a file is written
+# whole.
+# ==================================================================================================
+
+MAX_UNREAD = 100                        # texts that a terminal has not taken; more are dropped
+PATIENCE = 30.0                         # seconds in the end for a stream that takes nothing
+SPEAKER = "batch_harness speaker"       # name of a thread that writes to it
+
+
+def timestamp() -> str:
+    """The time now, in UTC: 2026-11-30T07:05:09.123Z."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    return now.isoformat(timespec="milliseconds")[:-6] + "Z"
+
+
+def clock(seconds: float) -> str:
+    """A time as a clock shows it: 0:00:07."""
+    return str(datetime.timedelta(seconds=int(seconds)))
+
+
+def rate(part: int, whole: int) -> str:
+    """A rate with its numerator and denominator: "11 of 12 (91.7 %)"; "0 of 0 (n/a)"."""
+    share = "n/a"
+    if whole:
+        share = "%.1f %%" % (100 * part / whole)
+    return "%d of %d (%s)" % (part, whole, share)
+
+
+def as_counts(tally: Mapping[str, int]) -> str:
+    """Counts as words, the largest first: "ok 12, set_mismatch 1"; "none" of nothing."""
+    entries = sorted(tally.items(), key=lambda entry: (-entry[1], entry[0]))
+    return ", ".join("%s %d" % entry for entry in entries) or "none"
+
+
+def join_within(parts: Iterable[str], width: float = math.inf) -> str:
+    """As many of the parts as there is width for, in their order.
+
+    >>> join_within(["12/24", "waiting 12 s", "3/s"], 12)
+    '12/24, 3/s'
+    """
+    kept: List[str] = []
+    for part in parts:
+        if len(", ".join([*kept, part])) <= width:
+            kept.append(part)
+    return ", ".join(kept)
+
+
+def reply_words(row: Mapping[str, Any], limit: int) -> str:
+    """The first item, verdict and detail of a reply that was not accepted, and how it begins."""
+    begin = " ".join(row.get("reply", "")[:limit].split())
+    detail = row.get("detail", "no detail")
+    return "item %s: %s (%s); the reply begins: %s" % (
+        row["batch"][0], row["verdict"], detail, begin or "(no text)")
+
+
+def write_whole(path: str, write: Callable[[IO[bytes]], Any], option: str) -> None:
+    """Write a file that appears whole or not at all; a device or a pipe is written as it is."""
+    target = os.path.realpath(path)
+    partial = target
+    whole = os.path.isfile(target) or not os.path.exists(target)
+    if whole:
+        partial = "%s.%d.part" % (target, os.getpid())
+    try:
+        with open(partial, "wb") as file:
+            write(file)
+        if whole and os.path.exists(target):
+            os.chmod(partial, os.stat(target).st_mode & 0o7777)
+        if whole:
+            os.replace(partial, target)
+    except OSError as error:
+        raise HarnessError("cannot write %s: %s; check %s" % (path, error.strerror, option))
+    finally:
+        if whole and os.path.exists(partial):
+            os.remove(partial)
+
+
+class Speaker:
+    """Prints lines on a stream, without controls that would steer the terminal.
+
+    A terminal has one live line below the others.  `closed` once nobody can read them, `full` where
+    it is the disk that takes no more.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream or io.StringIO()                  # none: its descriptor was closed
+        self.closed = self.full = False
+        self._drawn = 0                                         # columns of the live line
+        self._texts: Any = None                                 # for the thread, while there is one
+        self._thread: Optional[threading.Thread] = None
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
+
+    @property
+    def width(self) -> int:
+        """Columns of the terminal; 0 where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+                return os.get_terminal_size(self._stream.fileno()).columns or 80
+        return 0
+
+    def __call__(self, text: str, wrap: bool = True) -> None:
+        """Print a text above the live line, wrapped on a terminal, unless it is quoted."""
+        self.live("")
+        width = self.width
+        if wrap and width:
+            import textwrap
+
+            def wrapped(line: Any) -> str:
+                indent = 4
+                if line.group()[0] == " " and width > 60:       # what it says stands in a column
+                    indent = 21
+                return textwrap.fill(line.group(), width - 1, subsequent_indent=" " * indent,
+                                     break_long_words=False, break_on_hyphens=False)
+            text = re.sub(".+", wrapped, text)
+        self._write(CONTROLS.sub("?", text) + "\n")
+
+    def live(self, text: str) -> None:
+        """Draw the live line anew; an empty one is wiped away."""
+        if text and self._thread and self._texts.qsize():       # the terminal takes nothing now
+            return
+        if text or self._drawn:
+            self._write("\r%s\r%s" % (" " * self._drawn, text))
+            self._drawn = len(text)
+
+    def aside(self) -> None:
+        """From here to `finish` a thread writes: what nobody reads holds up nothing else."""
+        import queue
+        self._texts = queue.SimpleQueue()
+        thread = threading.Thread(target=self._serve, name=SPEAKER, daemon=True)
+        with contextlib.suppress(RuntimeError):         # the system gives no more threads: without
+            thread.start()
+            self._thread = thread
+
+    def _serve(self) -> None:
+        for text in iter(self._texts.get, None):
+            self._print(text)
+
+    def _write(self, text: str) -> None:
+        if self._thread is None:
+            self._print(text)
+        elif self._texts.qsize() < MAX_UNREAD:
+            self._texts.put(text)
+
+    def _print(self, text: str) -> None:
+        """A stream that fails is not used again, not even by Python's own last flush."""
+        if self.closed:
+            return
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self.closed = True
+            self.full = getattr(error, "errno", None) == errno.ENOSPC
+            with contextlib.suppress(OSError, ValueError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def finish(self) -> None:
+        """Wait until all is written, but not for ever."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._texts.put(None)
+            try:
+                thread.join(PATIENCE)
+            finally:
+                if thread.is_alive():           # it hangs in a write, and so would whoever touches
+                    self.closed = True          # the stream
+        self._print("")
+
+
+# ==================================================================================================
 # MODELS.  Where replies come from: callables that take a prompt and what to add to the request,
 # give a Reply or a text, and raise CallFailed when no reply came.  How one endpoint differs from
 # another is a row of PROVIDERS, never an `if` elsewhere.  A key goes into one header and into
@@ -2063,7 +2233,7 @@ def lock_file(descriptor: int, locks: Any) -> None:
 
 Object = Mapping[str, Any]              # of JSON
 Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
-Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> kind of failure
+Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> the kind
 
 
 class Model(NamedTuple):
@@ -2074,7 +2244,7 @@ class Model(NamedTuple):
     call: Call                          # gives a Reply of members of the right types
     params: Object = {}                 # sent with every request
     workers: int = 4                    # calls in flight where the person says nothing
-    structure: Optional[Callable[[Sequence[str]], Object]] = None
+    structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
     roomier: str = ""                   # how to make room for a longer prompt
@@ -2233,8 +2403,8 @@ def open_endpoint(options: Settings, task: Task) -> Model:
         structure = functools.partial(asked_structure, api, task)
     if emitted or provider.batches:
         jobs = Post(client, endpoint, ENGINES[provider.api])
-    return Model(options.model, host, endpoint.ask, params, workers, structure, version, provider.roomier,
-                 client.end_overdue, jobs)
+    return Model(options.model, host, endpoint.ask, params, workers, structure, version,
+                 provider.roomier, client.end_overdue, jobs)
 
 
 def base_url_of(options: Settings, word: str, provider: Provider) -> str:
@@ -2914,7 +3084,7 @@ class Api(NamedTuple):
     version_header: str
     online: Object                       # sent with each call, but not in a batch job
     reply: Callable[[Object], Optional[Reply]]
-    structure: Callable[[Any], Object]      # schema -> what to add to the request
+    structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
@@ -2930,7 +3100,7 @@ APIS: Dict[str, Api] = {
 }
 
 
-def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Object:
+def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Dict[str, Any]:
     """What asks for an object keyed by these ids."""
     return api.structure(reply_schema(task, ids))
 
@@ -3270,73 +3440,76 @@ TEXT_FAULTS: Dict[str, Callable[[str], str]] = {
 DEMO_FAULTS = (*ELEMENT_FAULTS, *TEXT_FAULTS)
 
 
-# ====================================================================================================================
-# RUN.  Drives plans with a few threads.  Threads decide nothing: what a reply means is validate's, what follows is
-# plan's, what is done is State's, when a call may begin is Pace's.  One lock guards ledger, state, pace and queues.
-# ====================================================================================================================
+# ==================================================================================================
+# RUN.  Drives plans with a few threads.  Threads decide nothing: what a reply means is validate's,
+# what follows is plan's, what is done is State's, when a call may begin is Pace's, and what a
+# thread does next is next_step's.  One lock guards ledger, states, tally, pace and queue.
+# ==================================================================================================
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
-MAX_FAILURES = 10                       # of one call, while others succeed, before it is left for the next run
+MAX_FAILURES = 10                       # of one call, while others succeed: it is left this time
 MAX_WAIT = 3600.0                       # seconds: an endpoint that asks for more ends the run
-MAX_UNREAD = 100                        # texts that a terminal has not taken; beyond them they are dropped
-PATIENCE = 30.0                         # seconds in the end for a terminal or pipe that takes nothing
-SPEAKER = "batch_harness speaker"       # name of a thread that writes to it
-AT_FIRST, IN_A_ROW = 20, 50             # calls without an acceptable reply that end a run, before and after the first
+SIGN_OF_LIFE = 30.0                     # seconds between two lines where there is no terminal
+AT_FIRST, IN_A_ROW = 20, 50             # calls in vain that end a run, before and after a good one
 ADVICE = {                              # by the verdict that most of them got
-    "empty_reply": "the endpoint or the model may be down, or the token limit too low: go on later, or change --model",
+    "empty_reply": "the endpoint or the model may be down, or the token limit too low: go on "
+                   "later, or change --model",
     "truncated": "raise --max-tokens, or take a smaller --batch-size",
     "refused": "change the instruction or --model, or leave these texts out",
     "rejected": "check the account, --model, --param and these texts",
     "bad_value": "change the labels or the instruction",
 }
-Errand = Tuple["Flight", Ask]           # one call to make, and the flight that is told of its verdict
+Came = Union[Reply, CallFailed]         # for an ask
+Members = Dict[str, Any]                # of a row of the ledger
+Header = Callable[[], Mapping[str, Any]]                # gives those of a run's own row
 
 
-class Judged(NamedTuple):
-    """What a call came to that brought a reply, ready to be recorded."""
+class Queued(NamedTuple):
+    """A call to make, and the flight that is told of its verdict."""
 
-    row: Dict[str, Any]
-    parts: Tuple[str, str]                      # of the row, as the ledger writes it
-    cut: bool                                   # the endpoint seems to have read only a part of the prompt
-    certain: bool = False                       # the endpoint refused it, and says that it did so for its content
-
-
-def judged(ask: Ask, reply: Reply, task: Task, strict: bool, context: Mapping[str, Any]) -> Dict[str, Any]:
-    """The row of a reply, judged; `context` as for attempt_row."""
-    return attempt_row(ask, reply, validate(ask.items, reply, task, strict), task, context)
+    flight: Flight
+    ask: Ask
 
 
 class Flight:
-    """One batch on its way through plan, from the verdicts of a former run; `first` are the calls to begin with."""
+    """One batch on its way through plan, from the verdicts of a former run.
+
+    `first` are the calls to begin with, `over` the items whose last call has failed.
+    """
 
     def __init__(self, steps: Plan, arm: Optional[int] = None,
                  known: Mapping[Tuple[Tuple[str, ...], int], str] = {}) -> None:
-        self._steps, self.arm, self._codes = steps, arm, dict(known)
+        self._steps = steps
+        self.arm = arm
+        self._codes = dict(known)
         self._asks = next(steps)
         self.failures: Counter[Ask] = collections.Counter()         # calls without a reply
-        self.over: Set[str] = set()                                 # items whose last call has failed
+        self.over: Set[str] = set()
         self.first = self._open()
 
-    def _open(self) -> List[Errand]:
+    def _open(self) -> List[Queued]:
         """The calls without a verdict, in the first step that has any."""
         while self._asks:
             codes = [self._codes.get((ask.ids, ask.attempt), "") for ask in self._asks]
             for ask, code in zip(self._asks, codes):
-                self.over.update(ask.ids if code and ask.quarantines(code) else ())
+                if code and ask.quarantines(code):
+                    self.over.update(ask.ids)
             if "" in codes:
-                return [(self, ask) for ask, code in zip(self._asks, codes) if not code]
+                return [Queued(self, ask) for ask, code in zip(self._asks, codes) if not code]
             self._asks = advance(self._steps, codes)
         return []
 
-    def told(self, ask: Ask, code: str) -> List[Errand]:
+    def told(self, ask: Ask, code: str) -> List[Queued]:
         """Take in one verdict; the calls that follow once all of the step are in."""
         self._codes[ask.ids, ask.attempt] = code
         before = self._asks
-        errands = self._open()
-        return [] if self._asks is before else errands      # the others of this step are on their way
+        queued = self._open()
+        if self._asks is before:        # the others of this step are on their way
+            return []
+        return queued
 
 
 class Sample(NamedTuple):
@@ -3353,62 +3526,68 @@ class Sample(NamedTuple):
 class Pending:
     """What is to be asked at one size: the items of the input that are not settled, as flights."""
 
-    def __init__(self, source: Union[Source, Sample], state: State, size: int, options: Settings) -> None:
-        self.source, self.state, self.size, self.options = source, state, size, options
+    def __init__(self, source: Union[Source, Sample], state: State, size: int,
+                 options: Settings) -> None:
+        self.source = source
+        self.state = state
+        self.size = size
+        self.options = options
         self.policy = Policy(options.attempts, options.on_failure)
-        self.unfrozen = 0                                   # rows that were not there at the first pass
-        self._side: Deque[Flight] = collections.deque()     # flights met while items are read into batches
+        self.unfrozen = 0               # rows that were not there at the first pass
+        self._settled = ANSWERED | QUARANTINED      # what is not to be asked
+        if options.retry_quarantined:
+            self._settled = ANSWERED
+        # Flights met while items are read into batches.
+        self._side: Deque[Flight] = collections.deque()
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
 
-    def _wanted(self, flags: int) -> bool:
-        """Whether an item with these flags is to be asked in this run."""
-        return not flags & ANSWERED and (not flags & QUARANTINED or self.options.retry_quarantined)
-
-    def _items(self) -> Iterator[Tuple[Item, int]]:
-        """The frozen items of the input with their flags, each once, until --limit of those to be asked are read."""
+    def _items(self) -> Iterator[Item]:
+        """The frozen items of the input, each once, until --limit of those to be asked are read."""
         left = self.options.limit or math.inf
-        settled = self.state.count(ANSWERED if self.options.retry_quarantined else ANSWERED | QUARANTINED)
-        if settled == self.state.count(FROZEN):         # nothing is pending: no second pass
-            return
+        if self.state.count(self._settled) == self.state.count(FROZEN):
+            return                                          # nothing is pending: no second pass
         for row in self.source.rows():
-            if row.error is None:
-                item = Item(row.text, row.key, self.options.id_length)
-                key = key_of(item.digest)
-                flags = self.state.status.get(key, 0)
-                if not flags & FROZEN:
-                    self.unfrozen += 1
-                elif not flags & TAKEN:
-                    left -= self._wanted(flags)
-                    if left < 0:
-                        return
-                    self.state.status[key] = flags | TAKEN
-                    yield item, flags
+            if row.error is not None:
+                continue
+            item = Item(row.text, row.key, self.options.id_length)
+            flags = self._flags(item)
+            if not flags & FROZEN:
+                self.unfrozen += 1
+            elif not flags & TAKEN:
+                if not flags & self._settled:
+                    left -= 1
+                if left < 0:
+                    return
+                self.state.status[key_of(item.digest)] = flags | TAKEN
+                yield item
 
     def _fresh(self) -> Iterator[Item]:
-        """The items for new batches; whole open batches, and quarantined items that are wanted, become flights."""
-        member_of = {name: batch for batch, opened in self.state.open.items() for name in opened.ids}
+        """The items for new batches; open batches, and quarantined items, become flights."""
+        opened = self.state.open
+        member_of = {name: batch for batch, entry in opened.items() for name in entry.ids}
         groups: Dict[str, Dict[str, Item]] = collections.defaultdict(dict)
-        for item, flags in self._items():
-            name = member_of.get(item.id)
-            if name is not None:
-                groups[name][item.id] = item
-                if len(groups[name]) == len(self.state.open[name].ids):
-                    yield from self._resumed(self.state.open[name], groups.pop(name))
-            elif not flags & (ANSWERED | QUARANTINED):
-                yield item
-            else:
+        for item in self._items():
+            if item.id not in member_of:
                 yield from self._for_batches([item])
+                continue
+            name = member_of[item.id]
+            groups[name][item.id] = item
+            if len(groups[name]) == len(opened[name].ids):
+                yield from self._resumed(opened[name], groups.pop(name))
         for group in groups.values():                   # the input no longer holds the whole batch
             yield from self._for_batches(group.values())
 
     def _resumed(self, opened: OpenBatch, group: Mapping[str, Item]) -> Iterable[Item]:
-        """Go on with a batch an earlier run left, unless today's policy asks nothing, or settled items again."""
+        """Go on with a batch an earlier run left; the items of it that are to be asked otherwise.
+
+        Those are all, where today's policy asks nothing, or items that are settled.
+        """
         steps = plan([group[name] for name in opened.ids], self.policy, opened.size)
         flight = Flight(steps, self.state.arm, opened.codes)
-        asked = [item for _, ask in flight.first for item in ask.items]
-        unsettled = asked + [group[name] for name in opened.left]       # or else they were settled in another batch
+        asked = [item for queued in flight.first for item in queued.ask.items]
+        unsettled = asked + [group[name] for name in opened.left]   # unless by another batch
         if not asked or any(self._flags(item) & (ANSWERED | QUARANTINED) for item in unsettled):
             return self._for_batches(group.values())
         self._side.append(flight)
@@ -3416,50 +3595,61 @@ class Pending:
         return self._for_batches(group[name] for name in opened.ids if name in flight.over)
 
     def _for_batches(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Of these, the items for new batches; a quarantined one to be asked again becomes a flight of its own."""
+        """Of these, the items for new batches; a quarantined one becomes a flight of its own."""
         for item in items:
             flags = self._flags(item)
-            if flags & QUARANTINED and self._wanted(flags):
-                self._side.append(Flight(plan([item], self.policy, 1, fallback=True), self.state.arm))
-            elif self._wanted(flags):
+            if flags & self._settled:
+                continue
+            if not flags & QUARANTINED:
                 yield item
+                continue
+            alone = plan([item], self.policy, 1, fallback=True)
+            self._side.append(Flight(alone, self.state.arm))
 
     def flights(self) -> Iterator[Flight]:
         """Every batch to ask, once, in the order of the input."""
-        for batch in batches(self._fresh(), self.size, self.options.batch_chars):
+        fresh = batches(self._fresh(), self.size, self.options.batch_chars)
+        for batch in itertools.chain(fresh, [()]):
             while self._side:
                 yield self._side.popleft()
-            yield Flight(plan(batch, self.policy, self.size), self.state.arm)
-        while self._side:
-            yield self._side.popleft()
+            if batch:
+                yield Flight(plan(batch, self.policy, self.size), self.state.arm)
 
 
 def interleaved(arms: Sequence[Pending]) -> Iterator[Flight]:
     """The flights of several arms in turns, so that all get on alike in time and end together."""
     def turns(place: int, pending: Pending) -> Iterator[Tuple[float, int, Flight]]:
-        settled = pending.state.count(ANSWERED | QUARANTINED)
-        calls = (pending.state.count(FROZEN) - settled) / pending.size
+        state = pending.state
+        left = state.count(FROZEN) - state.count(ANSWERED | QUARANTINED)
+        calls = max(1.0, left / pending.size)
         for number, flight in enumerate(pending.flights()):
-            yield (number + 0.5) / max(1.0, calls), place, flight
-    merged = heapq.merge(*(turns(place, pending) for place, pending in enumerate(arms)), key=lambda turn: turn[:2])
-    return (flight for _, _, flight in merged)
+            yield (number + 0.5) / calls, place, flight
+    for _, _, flight in heapq.merge(*itertools.starmap(turns, enumerate(arms))):
+        yield flight
 
 
 class Pace:
-    """When the next call may begin.  Told the time, in seconds, and given its dice, so that it has neither.
+    """When the next call may begin.  Told the time, in seconds, and given its dice.
 
-    An endpoint that is overloaded halves the calls in flight, once for each wait; every reply lets them grow back by
-    a share, so that a whole round of replies adds one.
+    An endpoint that is overloaded halves the calls in flight, once for each wait; every reply lets
+    them grow back by a share, so that a whole round of replies adds one.
     """
 
+    strikes = 0                         # failures in a row outside a wait
+    held_until = 0.0                    # no call begins before
+    _slot = 0.0
+
     def __init__(self, workers: int, rpm: Optional[int], dice: Callable[[], float]) -> None:
-        self.strikes, self.held_until = 0, 0.0          # failures in a row outside a wait; no call begins before
-        self.limit = float(workers)                     # of calls in flight
-        self._workers, self._spacing, self._dice, self._slot = workers, 60.0 / rpm if rpm else 0.0, dice, 0.0
+        self.limit = float(workers)     # of calls in flight
+        self._workers = workers
+        self._spacing = 60.0 / (rpm or math.inf)
+        self._dice = dice
 
     def opens(self, in_flight: int) -> float:
-        """The time from which a call may begin beside so many; infinity: not before one of them has ended."""
-        return max(self.held_until, self._slot) if in_flight < int(self.limit) else math.inf
+        """From when a call may begin beside so many; infinity: not before one has ended."""
+        if in_flight < int(self.limit):
+            return max(self.held_until, self._slot)
+        return math.inf
 
     def began(self, now: float) -> None:
         """A call begins."""
@@ -3467,90 +3657,313 @@ class Pace:
 
     def replied(self) -> None:
         """A call brought a reply."""
-        self.strikes, self.limit = 0, min(self._workers, self.limit + 1 / self.limit)
+        self.strikes = 0
+        self.limit = min(self._workers, self.limit + 1 / self.limit)
 
     def failed(self, failure: CallFailed, now: float, in_flight: int) -> float:
-        """How many seconds to put a failed call off: as long as the server says, else bounded exponential; jittered."""
+        """How many seconds to put a failed call off.
+
+        As long as the server says, else bounded exponential; jittered.
+        """
         held = now < self.held_until                    # of an episode whose wait is known
-        self.strikes += not held
-        if failure.status in OVERLOADED and not held:
+        overloaded = failure.status in OVERLOADED
+        if not held:
+            self.strikes += 1
+        if overloaded and not held:
             self.limit = max(1.0, min(self.limit, in_flight) / 2)
         told = failure.wait or 0.0
         wait = told + min(1.0, 0.1 * told + 0.05) * self._dice()        # never earlier than told
-        if failure.wait is None or self.strikes > 2:    # who says "0 s" again and again does not mean it
-            wait = max(wait, min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self.strikes - 1)) * (1 - 0.5 * self._dice()))
-        if failure.wait is not None or failure.status in OVERLOADED or self.strikes > 1:
+        if failure.wait is None or self.strikes > 2:    # "0 s" again and again is not meant
+            backoff = min(MAX_BACKOFF, BACKOFF * 2 ** max(0, self.strikes - 1))
+            wait = max(wait, backoff * (1 - 0.5 * self._dice()))
+        if failure.wait is not None or overloaded or self.strikes > 1:
             self.held_until = max(self.held_until, now + wait)          # told to one, holds for all
         return wait
 
 
-class Runner:
-    """One run: asks what is pending, and leaves every reply on the ledger.  `options` are those of the command line."""
+class Tally:
+    """What a run came to so far."""
 
-    def __init__(self, task: Task, model: Model, arms: Sequence[Pending], options: Settings) -> None:
-        import random
-        self.task, self.model, self.arms, self.options = task, model, arms, options
+    pending = 0             # items to be asked
+    answered = 0            # items
+    quarantined = 0         # items
+    calls = 0
+    replies = 0
+    failures = 0            # calls without a reply
+    coalesced = 0           # of these, 429s that no row counts yet
+    lost = 0                # replies that could not be written
+    unanswered = 0          # items in collected jobs
+
+
+class Run:
+    """One run: ledger, states, what it came to, and why it stops.
+
+    What makes the calls, a Pool or Jobs, holds `lock` while it uses any of this.
+    """
+
+    ledger: Ledger                      # to be set before anything is written
+    deadline = math.inf                 # by the monotonic clock
+    code = DONE                         # another one: it stopped early,
+    reason = ""                         # and why
+    _begun = False                      # its own row is on the ledger
+
+    def __init__(self, task: Task, model: Model, arms: Sequence[Pending],
+                 options: Settings) -> None:
+        self.task = task
+        self.model = model
+        self.arms = arms
+        self.options = options
         self.retry_params = dict(options.retry_param)
-        self.run_id = "%012x" % random.SystemRandom().getrandbits(48)
-        self.pace = Pace(options.workers, options.rpm, random.random)
-        self.tally: Counter[str] = collections.Counter()            # calls, replies, answered, ... of this run
-        self.figures = Figures()                                    # of its attempt rows, as the report counts them
-        self.code, self.reason = DONE, ""                           # another code: it stopped early, and why
-        self.flights = interleaved(arms) if len(arms) > 1 else arms[0].flights()
-        self.ledger: Optional[Ledger] = None
-        self._error: Optional[BaseException] = None                 # of a thread, to be raised in the main one
-        self._hints: Dict[str, str] = {}                            # for the main thread to say, each kind once
-        self.signals: List[int] = []
-        self.lock = threading.Lock()
-        self._work = threading.Condition(self.lock)                # notified of all that a waiting thread may act on
-        self._ready: Deque[Errand] = collections.deque()
-        self._delayed: List[Tuple[float, Errand]] = []
-        self._fruitless: Deque[Dict[str, Any]] = collections.deque(maxlen=IN_A_ROW)     # rows since one was accepted
-        self._held: List[Dict[str, Any]] = []                       # and of these, the ones that are to quarantine
-        self.examples: Dict[str, Dict[str, Any]] = {}               # verdict -> the first row that has it
-        self.left: Dict[str, str] = {}                              # item that got no reply -> why
         self.prompt_head = prompt_head(task)
-        self._in_flight, self._waiting, self._began, self.deadline = 0, 0, 0.0, math.inf
-        self._begun = False                                         # the run's own row is on the ledger
-        self._threads: List[threading.Thread] = []
-        self._workers, self._most = 1, options.workers              # threads at work, or about to be; and at most
-        self._alone = False                                         # the last worker found no descriptor
+        self.run_id = os.urandom(6).hex()
+        self.lock = threading.Condition()       # notified of all that a waiting thread may act on
+        self.signals: List[int] = []
+        self.tally = Tally()
+        self.figures = Figures()                # of its attempt rows, as the report counts them
+        self.examples: Dict[str, Members] = {}  # verdict -> the first row that has it
+        self.left: Dict[str, str] = {}          # item that got no reply -> why
+        self.say: Callable[[str], Any] = str    # until somebody listens
+        self._hinted: Set[str] = set()
+        # Rows since one was accepted; and of these, the ones that are to quarantine.
+        self._fruitless: Deque[Members] = collections.deque(maxlen=IN_A_ROW)
+        self._held: List[Members] = []
 
-    # ---- the threads ----
+    def begin(self, header: Header) -> bool:
+        """Append the run's own row, once; whether it is there."""
+        self._begun = self._begun or self.append_event("run", **header()) is not None
+        return self._begun
 
-    def run(self, ledger: Ledger, header: Callable[[], Mapping[str, Any]], say: Speaker) -> None:
-        """Ask everything pending; returns when no call is in flight any more.  Nothing pending: no row."""
-        flight, self.ledger = next(self.flights, None), ledger
-        self._began = time.monotonic()
-        self.deadline = min(self.deadline, self._began + (self.options.deadline or math.inf))
-        with self.lock:
-            if flight is None or not self.begin(header):
-                return
-        self._ready.extend(flight.first)
-        before = self.catch_signals()
+    def request(self, ask: Ask) -> Tuple[str, Members, Members]:
+        """The prompt of an ask, and two things to add: a structure, and what a retry changes."""
+        structure: Members = {}
+        params: Members = {}
+        if self.model.structure is not None:
+            structure = self.model.structure(ask.ids)
+        if ask.attempt > 1 or ask.fallback:
+            params = self.retry_params
+        return build_prompt(ask.items, self.task, self.prompt_head), structure, params
+
+    def settle(self, ask: Ask, came: Came, context: Mapping[str, Any],
+               sure: bool = False) -> Members:
+        """Make a row of what came for an ask, and let it take effect: the only place that does.
+
+        `context` is as for attempt_row, with `strict`; for a failure, members to add to its row.
+        That a row quarantines is held back until a reply is accepted, unless the endpoint names the
+        content and this model has been accepted before, or the caller is `sure`.  The row; empty
+        where no reply came.
+        """
+        certain = False
+        if isinstance(came, CallFailed):
+            if came.kind != "rejected":
+                self.append_failure(ask, came, **context)
+                return {}
+            certain = came.certain
+            came = Reply(None, REJECTED, came.detail)
+        verdict = validate(ask.items, came, self.task, context["strict"])
+        whole = row = attempt_row(ask, came, verdict, self.task, context)
+        code = row["verdict"]
+        certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
+        sure = sure or self.options.keep_going or (certain and self.proven())
+        if not sure:
+            row = compact({**whole, "quarantined": None})
+        tally = self.tally
+        tally.replies += 1
+        settled = self._append(row)
+        if settled is None:
+            tally.lost += 1
+            return whole
+        self.figures.count(row)
+        if code == "ok":
+            tally.answered += len(settled)
+            self._fruitless.clear()
+            self.confirm()
+            return whole
+        tally.quarantined += len(settled)
+        if "quarantined" in whole and not sure:
+            self._held.append(whole)
+        if not certain and not sure:
+            self._fruitless.append(row)
+        self.examples.setdefault(code, row)
+        self.hint(code, "not accepted: " + reply_words(row, 120))
+        first = ask.attempt == 1 and not ask.fallback and code not in HOPELESS
+        if first and self.model.params.get("temperature") == 0 and not self.retry_params:
+            self.hint("same", "a first attempt at temperature 0 failed, and a model asked the same "
+                      "tends to say the same; try --retry-param temperature=0.7")
+        return whole
+
+    def confirm(self) -> None:
+        """Put into quarantine what was held back: a reply was accepted, or nothing is left."""
+        held, self._held = self._held, []
+        for row in held:
+            self.tally.quarantined += len(self.append_event("quarantine", **set_aside(row)) or ())
+
+    def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None,
+                       **members: Any) -> None:
+        """A failure row.  The 429s of one episode are one; the next row counts the others."""
+        coalesced = self.tally.coalesced or None
+        self.tally.coalesced = 0
+        self.tally.failures += 1
+        self.append_event(
+            "failure", kind=failure.kind, status=failure.status, wait=wait, billed=failure.billed,
+            coalesced=coalesced, batch=ask.ids, attempt=ask.attempt, stage=self.task.stage,
+            task=self.task.fingerprint, batch_id=ask.batch_id, detail=failure.detail, **members)
+
+    def append_event(self, event: str, **members: Any) -> Optional[List[int]]:
+        """Append a row that is no reply's; None when it was not written."""
+        row = {"event": event, "at": timestamp(), "run": self.run_id, **members}
+        return self._append(compact(row))
+
+    def _append(self, row: Members) -> Optional[List[int]]:
+        """Write a row, and only then let it take effect: the keys it settled, or None."""
+        if not self.written(lambda ledger: ledger.append(row_parts(row))):
+            return None
+        return [key for arm in self.arms for key in arm.state.apply(row)]
+
+    def written(self, write: Callable[[Ledger], None]) -> bool:
+        """Whether a write to the ledger went through; the run stops when it did not."""
         try:
-            # The end of the first thread loads a library.  Where no file can be opened any more by then, glibc aborts
-            # the process (Python 3.8 and 3.9).
+            write(self.ledger)
+        except OSError as error:
+            words = "cannot write the ledger %s: %s" % (self.ledger.path, error.strerror)
+            self.stop(words, STOPPED)
+            return False
+        return True
+
+    # ---- going on, or not ----
+
+    def proven(self) -> bool:
+        """Whether a reply of this model has been accepted, in this run or an earlier one."""
+        return any(model == self.model.name
+                   for arm in self.arms for model, _ in arm.state.answered_by)
+
+    def in_vain(self) -> str:
+        """Why a person should look first: so many calls brought no acceptable reply; else ""."""
+        rows = self._fruitless
+        if len(rows) < AT_FIRST or (len(rows) < IN_A_ROW and self.proven()):
+            return ""
+        code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
+        alike = [row for row in rows if row["verdict"] == code]
+        most = ""
+        if code == "bad_value":             # its detail begins with the item
+            values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
+            most = "; most often: " + as_counts(dict(values.most_common(3)))
+        advice = ADVICE.get(code, "change the instruction, --batch-size or --model")
+        return "%d calls brought no acceptable reply, as for %s%s; %s (or say --keep-going)" % (
+            len(rows), reply_words(alike[-1], 200), most, advice)
+
+    def hint(self, kind: str, words: str) -> None:
+        """Say something, once for each kind."""
+        if kind not in self._hinted:
+            self._hinted.add(kind)
+            self.say(words)
+
+    def stop(self, reason: str, code: int) -> None:
+        """Begin no further call.  The first reason stands, unless there is an interrupt."""
+        if not self.code or code == INTERRUPTED != self.code:
+            self.code = code
+            self.reason = reason
+        self.lock.notify_all()
+
+    def catch_signals(self) -> Dict[int, Any]:
+        """Once: finish what is in flight.  Ctrl-C twice: leave at once, with a sound ledger.
+
+        What was done before with each signal.
+        """
+        def handler(number: int, frame: Any) -> None:
+            if self.signals and number == signal.SIGINT:
+                for pid in list(RUNNING):
+                    kill_group(pid)
+                leave(b"\nleft at once; what is on the ledger is safe: "
+                      b"run the same command again\n")
+            self.signals.append(number)
+        before: Dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():
+            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+                number = getattr(signal, name, None)
+                if number and signal.getsignal(number) is not signal.SIG_IGN:   # as under nohup
+                    before[number] = signal.signal(number, handler)
+        return before
+
+
+class Moment(NamedTuple):
+    """What a thread knows that looks for its next call; times in seconds."""
+
+    due: float = math.inf               # when there is a call to make; infinity: there is none
+    opens: float = 0.0                  # when the pace lets it begin
+    in_flight: int = 0
+    spent: str = ""                     # the budget that is used up
+    vain: str = ""                      # why a person should look first
+
+
+def next_step(at: Moment) -> Union[float, str]:
+    """When to make the next call, or why none is made any more; "": all is done.
+
+    Infinity: not before another has ended, which may be accepted though so many were not.
+    """
+    if at.vain and not at.in_flight:
+        return at.vain
+    if at.spent and at.due < math.inf:
+        return at.spent
+    if at.due == math.inf and not at.in_flight:
+        return ""
+    if at.vain:
+        return math.inf
+    return max(at.due, at.opens)
+
+
+class Pool:
+    """The threads that make the calls of a run.
+
+    Another one is started when a call is begun and none waits for the next.
+    """
+
+    _began = 0.0
+    _in_flight = 0
+    _waiting = 0                                    # threads that wait for a call
+    _workers = 0                                    # threads at work
+    _error: Optional[BaseException] = None          # of a thread, to be raised in the main one
+
+    def __init__(self, run: Run) -> None:
+        import random
+        self._run = run
+        self._most = run.options.workers
+        self._pace = Pace(self._most, run.options.rpm, random.random)
+        self._flights = interleaved(run.arms)
+        self._queue: List[Tuple[float, int, Queued]] = []       # a heap: due when, number, call
+        self._numbers = itertools.count()
+        self._threads: List[threading.Thread] = []
+
+    def work(self, ledger: Ledger, header: Header, say: Speaker) -> None:
+        """Ask everything pending, to the end of the last call.  Nothing pending: no row."""
+        run = self._run
+        run.ledger = ledger
+        run.say = say
+        self._began = time.monotonic()
+        run.deadline = min(run.deadline, self._began + (run.options.deadline or math.inf))
+        with run.lock:
+            self._fill(self._began)
+            if not self._queue or not run.begin(header):
+                return
+        before = run.catch_signals()
+        try:
+            # The end of the first thread loads a library.  Where no file can be opened any more by
+            # then, glibc aborts the process (Python 3.8 and 3.9).
             with contextlib.suppress(RuntimeError):
                 first = threading.Thread(target=int)
                 first.start()
                 first.join()
-            self._start()
+            with run.lock:
+                self._start()
             self._watch(say)
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        with self.lock:
-            if self.tally["coalesced"]:
-                self.append_event("failure", kind="retry", status=429, coalesced=self.tally["coalesced"])
-            self._guarded(lambda ledger: ledger.sync())
+        with run.lock:
+            if run.tally.coalesced:
+                run.append_event("failure", kind="retry", status=429, coalesced=run.tally.coalesced)
+            run.written(lambda ledger: ledger.sync())
         if self._error is not None:
             raise self._error
-
-    def begin(self, header: Callable[[], Mapping[str, Any]]) -> bool:
-        """Append the run's own row, once; whether it is there."""
-        self._begun = self._begun or self.append_event("run", **header()) is not None
-        return self._begun
 
     def _start(self) -> None:
         """Start one more worker; where the system gives no more threads, those that run will do."""
@@ -3558,473 +3971,208 @@ class Runner:
         try:
             thread.start()
         except RuntimeError as error:
-            with self.lock:
-                self._one_less()
+            self._most = self._workers
             if not self._workers:
                 raise HarnessError("cannot start a thread: %s; close other programs" % error)
         else:
-            with self.lock:
-                self._threads.append(thread)
-
-    def _one_less(self) -> None:
-        self._workers -= 1
-        self._most = self._workers
+            self._workers += 1
+            self._threads.append(thread)
 
     def _watch(self, say: Speaker) -> None:
-        """The main thread until the last worker has ended: signals, the disk, what is to be said."""
-        synced = spoken = time.monotonic()
-        said, threads = 0, self._threads
-        while threads:
-            threads[0].join(0.2)
-            with self.lock:
-                threads = self._threads = [thread for thread in self._threads if thread.is_alive()]
+        """The main thread until the last worker has ended: signals, the disk, the live line."""
+        run = self._run
+        synced = spoken = self._began
+        while self._threads:
+            self._threads[0].join(0.2)
+            with run.lock:
                 now = time.monotonic()
-                self.model.tick(now)
-                if self.signals:
-                    self.stop("interrupted", INTERRUPTED)
-                if say.closed and threads:
-                    self.stop("the terminal was closed", STOPPED)
+                self._threads = [thread for thread in self._threads if thread.is_alive()]
+                run.model.tick(now)
+                if run.signals:
+                    run.stop("interrupted", INTERRUPTED)
+                if say.closed and self._threads:
+                    run.stop("the terminal was closed", STOPPED)
+                if run.code and self._in_flight:
+                    run.hint("stop", "stopping: %s; waiting for %d calls in flight" % (
+                        run.reason, self._in_flight))
                 if now - synced > 1:
                     synced = now
-                    self._guarded(lambda ledger: ledger.sync())
-                words, news = self._progress(now), list(self._hints.values())[said:]
-            said += len(news)
-            for line in news:
-                say(line)
+                    run.written(lambda ledger: ledger.sync())
+                words = self._progress(now)
+                run.lock.notify()           # the deadline may have passed
             if say.width:
-                say.live(fitting(words, say.width - 1) if threads else "")
-            elif now - spoken > (10 if now - self._began < 60 else 60):        # now and then: a sign of life
+                say.live(join_within(words, say.width - 1))
+            elif now - spoken > SIGN_OF_LIFE:
                 spoken = now
-                say(fitting(words))
+                say(join_within(words))
+        say.live("")
 
     def _progress(self, now: float) -> List[str]:
-        """How far the run is, the most wanted first; only what it does itself counts for its speed."""
-        tally, figures, seconds, wait = self.tally, self.figures, now - self._began, self.pace.held_until - now
-        done = tally["answered"] + tally["quarantined"]
-        left = (tally["pending"] - done) * seconds / done if done else 0
-        return ["%d/%d items" % (done, tally["pending"]), "waiting %d s" % wait if wait > 1 else "",
-                "%.0f/s" % (done / seconds) if done > 100 * seconds else
-                "%.3g/s" % (done / seconds) if done > seconds else "%.3g/min" % (60 * done / seconds),
-                clock(left) + " left" if done else "",
-                "first pass %.1f %%" % (100 * figures.first_ok / figures.first) if figures.first else "",
-                "%d quarantined" % tally["quarantined"] if tally["quarantined"] else "",
-                "%d fallbacks" % figures.fallbacks if figures.fallbacks else "",
-                "%d failed calls" % tally["failures"] if tally["failures"] else "",
-                "%d+%d tokens" % (figures.tokens_in, figures.tokens_out) if figures.tokens_in else ""]
+        """How far the run is, the most wanted first."""
+        tally, figures = self._run.tally, self._run.figures
+        done = tally.answered + tally.quarantined
+        speed = done / (now - self._began)
+        wait = self._pace.held_until - now
+        told = [
+            (True, "%d/%d items", (done, tally.pending)),
+            (wait > 1, "waiting %d s", wait),
+            (True, "%.1f/min", 60 * speed),
+            (done, "%s left", clock((tally.pending - done) / (speed or 1))),
+            (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
+            (tally.quarantined, "%d quarantined", tally.quarantined),
+            (tally.failures, "%d failed calls", tally.failures)]
+        return [words % value for known, words, value in told if known]
 
-    def catch_signals(self) -> Dict[int, Any]:
-        """Once: finish what is in flight.  Ctrl-C twice: leave at once; every reply that came is on the ledger."""
-        def handler(number: int, frame: Any) -> None:
-            if self.signals and number == signal.SIGINT:
-                for pid in list(RUNNING):
-                    kill_group(pid)
-                leave(b"\nleft at once; what is on the ledger is safe: run the same command again\n")
-            self.signals.append(number)
-        before: Dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():
-            for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-                number = getattr(signal, name, None)
-                if number is not None and signal.getsignal(number) is not signal.SIG_IGN:       # nohup ignores SIGHUP
-                    before[number] = signal.signal(number, handler)
-        return before
+    # ---- the threads ----
 
     def _thread(self) -> None:
-        """Make calls until there are none; the lock is taken once for each, to settle the last and choose the next."""
-        came: Optional[Tuple[Errand, Union[Judged, CallFailed]]] = None
+        """Make calls until there are none; the lock is taken once for each."""
+        run = self._run
         try:
-            while True:
-                with self.lock:
-                    if came is not None:
-                        self._settle(*came)
-                    errand = self._next()
-                    grows = errand is not None and not self._waiting and self._workers < self._most
-                    self._workers += grows
-                if errand is None:
-                    return
-                if grows:
-                    self._start()
-                result = self._asked(*errand)
-                came = None if result is None else (errand, result)
-                if came is None:
-                    with self.lock:
-                        if self._not_asked(errand):
-                            return
-        except BaseException as error:      # a thread's error is data for the main thread, which raises it
-            with self.lock:
+            with run.lock:
+                queued = self._next()
+            while queued is not None:
+                follow = self._made(queued)
+                with run.lock:
+                    self._in_flight -= 1
+                    follow()
+                    queued = self._next()
+        except BaseException as error:      # data for the main thread, which raises it
+            with run.lock:
                 if not isinstance(error, HarnessError):
                     self._error = error
-                self.stop(str(error) or type(error).__name__, STOPPED)
+                run.stop(str(error) or type(error).__name__, STOPPED)
 
-    def _next(self) -> Optional[Errand]:
-        """The next call to make, waiting where there is none yet; None when this run makes no more."""
-        while not self.code:
+    def _next(self) -> Optional[Queued]:
+        """The next call to make, once it may begin; None when this thread makes no more."""
+        run, pace = self._run, self._pace
+        while not run.code and self._workers <= max(1, self._most):
             now = time.monotonic()
-            ready, opens, spent = self._fill(now), self.pace.opens(self._in_flight), self._spent(now)
-            if self.in_vain():
-                if not self._in_flight:         # else one of those may still be accepted
-                    self.stop(self.in_vain_words(), STOPPED)
-                    continue
-                opens = math.inf
-            if spent and (ready or self._delayed):
-                self.stop(spent, STOPPED)
-            elif ready and opens <= now:
-                self.tally["calls"] += 1
-                self._in_flight += 1
-                self.pace.began(now)
-                return self._ready.popleft()
-            elif ready or self._in_flight or self._delayed:
-                until = opens if ready else min((due for due, _ in self._delayed), default=math.inf)
-                until = min(until, self.deadline) if now < self.deadline else until
-                self._waiting += 1
-                self._work.wait(min(max(0.0, until - now), 60))     # bounded, since infinity is no time to wait
-                self._waiting -= 1
-            else:
-                self.confirm()
+            step = next_step(self._moment(now))
+            if isinstance(step, str):
+                if step:
+                    run.stop(step, STOPPED)
+                else:
+                    run.confirm()
                 break
-        self._work.notify_all()                         # that this thread has nothing more to do may hold for others
+            if step <= now:
+                run.tally.calls += 1
+                self._in_flight += 1
+                pace.began(now)
+                if not self._waiting and self._workers < self._most:
+                    self._start()
+                if self._waiting:
+                    run.lock.notify(len(self._queue))
+                return heapq.heappop(self._queue)[2]
+            self._waiting += 1
+            run.lock.wait(min(step - now, 60))          # infinity is no time to wait
+            self._waiting -= 1
+        self._workers -= 1
+        run.lock.notify_all()               # others may have nothing more to do, either
         return None
 
-    def _not_asked(self, errand: Errand) -> bool:
-        """No file descriptor was left for a call: its worker ends (true) and another makes it; the last tries again."""
-        words = "too few files may be open for so many workers; raise `ulimit -n`, or lower --workers"
-        self._in_flight -= 1
-        self.tally["calls"] -= 1
-        self._ready.appendleft(errand)
-        self._hint("files", words + " (going on with fewer)")
-        if self._workers > 1:
-            self._one_less()
-            self._work.notify()
-            return True
-        if self._alone:                                 # others held the descriptors when it first failed
-            self.stop(words, STOPPED)
-        self._alone = True
-        return False
+    def _moment(self, now: float) -> Moment:
+        """How things stand, the next call being in the queue where there is any."""
+        run, due, spent = self._run, math.inf, ""
+        self._fill(now)
+        if self._queue:
+            due = self._queue[0][0]
+        if run.tally.calls == run.options.max_calls:
+            spent = "--max-calls %d is reached" % run.tally.calls
+        elif now >= run.deadline:
+            spent = "the --deadline of %g s has passed" % (run.options.deadline or 0)
+        return Moment(due, self._pace.opens(self._in_flight), self._in_flight, spent, run.in_vain())
 
-    def _spent(self, now: float) -> str:
-        """Which budget of the run is used up, in words."""
-        if self.tally["calls"] == self.options.max_calls:
-            return "--max-calls %d is reached" % self.tally["calls"]
-        return "the --deadline of %g s has passed" % (self.options.deadline or 0) if now >= self.deadline else ""
+    def _fill(self, now: float) -> None:
+        """Queue the calls of a new batch, where no call can be made."""
+        if not self._queue or self._queue[0][0] > now:
+            for flight in itertools.islice(self._flights, 1):
+                self._push(flight.first)
 
-    def _fill(self, now: float) -> bool:
-        """Whether a call is ready: of a batch begun, one to be repeated after a failure, or of a new batch."""
-        if not self._ready:
-            due = min(self._delayed, key=lambda entry: entry[0], default=None)
-            if due is not None and due[0] <= now:
-                self._delayed.remove(due)
-                self._ready.append(due[1])
-            else:
-                flight = next(self.flights, None)
-                self._ready.extend(flight.first if flight is not None else ())
-        return bool(self._ready)
+    def _push(self, calls: Iterable[Queued], due: float = 0.0) -> None:
+        for queued in calls:
+            heapq.heappush(self._queue, (due, next(self._numbers), queued))
 
-    def _asked(self, flight: Flight, ask: Ask) -> Union[Judged, CallFailed, None]:
-        """Make one call, without the lock: the row of its reply, ready to be written, or why none came; None where no
-        file descriptor was left to make it.
-        """
-        params, started = self.retry_params if ask.attempt > 1 or ask.fallback else {}, time.monotonic()
-        prompt = build_prompt(ask.items, self.task, self.prompt_head)
-        structure = self.model.structure(ask.ids) if self.model.structure is not None else {}
-        certain = False
+    def _made(self, queued: Queued) -> Callable[[], None]:
+        """Make one call, without the lock; what is to be done about what came."""
+        run = self._run
+        came: Came
+        started = time.monotonic()
+        prompt, structure, params = run.request(queued.ask)
         try:
-            reply = self.model.call(prompt, {**structure, **params})
+            came = run.model.call(prompt, {**structure, **params})
         except CallFailed as failure:
             if failure.kind != "rejected":
-                return failure
-            reply, certain = Reply(None, REJECTED, failure.detail), failure.certain
+                return functools.partial(self._failed, queued, failure)
+            came = failure
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
-            return None
-        row = judged(ask, reply, self.task, self.options.order == "strict", {
-            "at": timestamp(), "run": self.run_id, "ms": round(1000 * (time.monotonic() - started)), "params": params,
-            "arm": flight.arm, "prompt_sha": prompt_digest(prompt)})
-        return Judged(row, row_parts(row), seems_cut(prompt, reply.tokens_in), certain)
+            return functools.partial(self._no_files, queued)
+        return functools.partial(self._replied, queued, came, prompt, {
+            "at": timestamp(), "run": run.run_id, "ms": round(1000 * (time.monotonic() - started)),
+            "params": params, "arm": queued.flight.arm, "prompt_sha": prompt_digest(prompt),
+            "strict": run.options.order == "strict"})
 
-    # ---- what a call came to ----
+    # ---- after a call ----
 
-    def _settle(self, errand: Errand, came: Union[Judged, CallFailed]) -> None:
-        """Take in what a call came to.  The caller holds the lock, here and below."""
-        self._in_flight -= 1
-        if isinstance(came, CallFailed):
-            self._failed(errand, came)
-        else:
-            self.pace.replied()
-            self.tally["replies"] += 1
-            self._record(*errand, came)
-            if came.cut:
-                self._hint("cut", "the endpoint counted %d tokens in a prompt of %d items: it seems to read only a "
-                           "part; %s, or take a smaller --batch-size or --batch-chars" % (
-                               came.row["tokens_in"], len(came.row["batch"]),
-                               self.model.roomier or "give it a larger context"))
-        if self._waiting:
-            self._work.notify(1 + len(self._ready) + len(self._delayed))
+    def _replied(self, queued: Queued, came: Came, prompt: str, context: Members) -> None:
+        """Settle a reply, or the refusal of a content, and queue the calls that follow."""
+        run = self._run
+        self._pace.replied()
+        row = run.settle(queued.ask, came, context)
+        self._push(queued.flight.told(queued.ask, row["verdict"]))
+        if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
+            roomier = run.model.roomier or "give it a larger context"
+            run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to "
+                     "read only a part; %s, or take a smaller --batch-size or --batch-chars" % (
+                         came.tokens_in, len(queued.ask.items), roomier))
 
-    def proven(self) -> bool:
-        """Whether a reply of this model has been accepted, in this run or an earlier one of the ledger."""
-        return any(model == self.model.name for arm in self.arms for model, _ in arm.state.answered_by)
+    def _no_files(self, queued: Queued) -> None:
+        """No file descriptor was left for a call: another worker makes it, or the last again."""
+        run = self._run
+        words = ("too few files may be open for so many workers; raise `ulimit -n`, or lower "
+                 "--workers")
+        run.tally.calls -= 1
+        run.hint("files", words + " (going on with fewer)")
+        self._push([queued])
+        self._most = min(self._most, self._workers) - 1
+        if self._most < 0:              # at 0, others held the descriptors when it failed
+            run.stop(words, STOPPED)
 
-    def in_vain(self) -> bool:
-        """Whether so many calls brought no acceptable reply that a person should look first."""
-        most = len(self._fruitless)
-        return most >= IN_A_ROW or (most >= AT_FIRST and not self.proven())
-
-    def in_vain_words(self) -> str:
-        """One of the calls that brought no acceptable reply, and what to change."""
-        rows = list(self._fruitless)
-        code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
-        alike = [row for row in rows if row["verdict"] == code]
-        most, advice = "", ADVICE.get(code, "change the instruction, --batch-size or --model")
-        where = " in a row" if self.proven() else ""
-        if code == "bad_value":             # its detail begins with the item
-            values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
-            most = "; most often: " + counts(dict(values.most_common(3)))
-        return "%d calls%s brought no acceptable reply, as for %s%s; %s (--keep-going goes on all the same)" % (
-            len(rows), where, reply_words(alike[-1], 200), most, advice)
-
-    def confirm(self) -> None:
-        """Put into quarantine what was held back: a reply has been accepted since, or nothing is left to be asked."""
-        held, self._held = self._held, []
-        for row in held:
-            self.tally["quarantined"] += len(self.append_event("quarantine", **set_aside(row)) or ())
-
-    def _record(self, flight: Flight, ask: Ask, judged: Judged) -> None:
-        """Append the row, let it take effect, and queue the calls that follow."""
-        code = judged.row["verdict"]
-        if not self.record(judged.row, judged.parts, judged.certain):
-            return
-        same_again = self.model.params.get("temperature") == 0 and not self.retry_params
-        if same_again and ask.attempt == 1 and not ask.fallback and code not in HOPELESS | {"ok"}:
-            self._hint("same", "a first attempt at temperature 0 failed, and a model asked the same tends to say the "
-                       "same; try --retry-param temperature=0.7")
-        self._ready.extendleft(reversed(flight.told(ask, code)))
-
-    def record(self, row: Dict[str, Any], parts: Tuple[str, str], certain: bool = False, sure: bool = False) -> bool:
-        """Append an attempt row and count it; whether it was written.
-
-        That it quarantines is held back until a reply is accepted, unless the endpoint names the content (`certain`)
-        and this model has been accepted before, or the caller is `sure`.
-        """
-        code = row["verdict"]
-        certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
-        sure = sure or self.options.keep_going or (certain and self.proven())
-        whole = row
-        if "quarantined" in row and not sure:
-            row = {name: value for name, value in whole.items() if name != "quarantined"}
-            parts = row_parts(row)
-        settled = self._appended(row, parts)
-        if settled is None:
-            self.tally["lost"] += 1
-            return False
-        self.tally["answered" if code == "ok" else "quarantined"] += len(settled)
-        self.figures.count(row)
-        if code == "ok":
-            self._fruitless.clear()
-            self.confirm()
-            return True
-        if whole is not row:
-            self._held.append(whole)
-        if not certain and not sure:
-            self._fruitless.append(row)
-        if code not in self.examples:
-            self.examples[code] = row
-            self._hint(code, "not accepted: " + reply_words(row, 120))
-        return True
-
-    def _appended(self, row: Dict[str, Any], parts: Tuple[str, str]) -> Optional[List[int]]:
-        """Write a row, and only then let it take effect: the keys it settled; None when it was not written."""
-        if not self._guarded(lambda ledger: ledger.append(parts)):
-            return None
-        return [key for arm in self.arms for key in arm.state.apply(row)]
-
-    def append_event(self, event: str, **members: Any) -> Optional[List[int]]:
-        """Append a row that is no reply's."""
-        row = compact({"event": event, "at": timestamp(), "run": self.run_id, **members})
-        return self._appended(row, row_parts(row))
-
-    def _guarded(self, write: Callable[[Ledger], None]) -> bool:
-        """Whether a write to the ledger went through; the run stops when it did not."""
-        assert self.ledger is not None
-        try:
-            write(self.ledger)
-        except OSError as error:
-            self.stop("cannot write the ledger %s: %s" % (self.ledger.path, error.strerror), STOPPED)
-            return False
-        return True
-
-    def _failed(self, errand: Errand, failure: CallFailed) -> None:
-        """A call that brought no reply: wait and repeat, leave it for another run, or stop."""
+    def _failed(self, queued: Queued, failure: CallFailed) -> None:
+        """A call that brought no reply: repeat it later, leave it, or end the run."""
+        run, pace, (flight, ask) = self._run, self._pace, queued
         if failure.kind == "stop":
-            self.append_failure(errand[1], failure)
-            self.stop(failure.detail, STOPPED)
+            run.settle(ask, failure, {})
+            run.stop(failure.detail, STOPPED)
+            return
+        now = time.monotonic()
+        held = now < pace.held_until and failure.status == 429
+        wait = pace.failed(failure, now, self._in_flight + 1)
+        patience = failure.patience
+        if run.tally.replies:
+            patience = MAX_STRIKES
+        if held:
+            run.tally.coalesced += 1
+            run.tally.failures += 1
         else:
-            self._retry(errand, failure, time.monotonic())
-
-    def _retry(self, errand: Errand, failure: CallFailed, now: float) -> None:
-        """Put a call off for as long as the pace says; when that is too long or too often, leave it, or end the run."""
-        flight, ask = errand
-        held = now < self.pace.held_until
-        wait = self.pace.failed(failure, now, self._in_flight + 1)
+            run.settle(ask, failure, {"wait": round(wait, 3)})
         flight.failures[ask] += 1
-        if held and failure.status == 429:
-            self.tally.update(coalesced=1, failures=1)
-        else:
-            self.append_failure(ask, failure, wait)
-        if failure.wait is not None and failure.wait > min(MAX_WAIT, self.deadline - now):
-            until = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(time.time() + wait))
-            self.stop("the endpoint asks to wait %d s, until %s (%s)" % (wait, until, failure.detail), STOPPED)
-        elif flight.failures[ask] >= MAX_FAILURES and self.tally["replies"]:
-            self._ready.extendleft(reversed(flight.told(ask, REJECTED)))    # not asked again like this
+        if failure.wait is not None and failure.wait > min(MAX_WAIT, run.deadline - now):
+            run.stop("the endpoint asks to wait %d s, until %s (%s)" % (
+                wait, time.ctime(time.time() + wait), failure.detail), STOPPED)
+        elif flight.failures[ask] >= MAX_FAILURES and run.tally.replies:
+            self._push(flight.told(ask, REJECTED))      # not asked again like this
             if ask.last_form:
-                self.left.update(dict.fromkeys(ask.ids, failure.detail))
-        elif self.pace.strikes >= (MAX_STRIKES if self.tally["replies"] else failure.patience):
-            self.stop("the model failed %d times in a row: %s" % (self.pace.strikes, failure.detail), STOPPED)
+                run.left.update(dict.fromkeys(ask.ids, failure.detail))
+        elif pace.strikes >= patience:
+            words = "the model failed %d times in a row: %s" % (pace.strikes, failure.detail)
+            run.stop(words, STOPPED)
         else:
-            self._hint("failed %s" % failure.status, "a call brought no reply and is made again (%s)" % failure.detail)
-            self._delayed.append((now + wait, errand))
-
-    def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None, **members: Any) -> None:
-        """A failure row.  The 429s of one episode are one row; the next row, or the run's last, counts the others."""
-        coalesced, self.tally["coalesced"] = self.tally["coalesced"] or None, 0
-        self.tally["failures"] += 1
-        self.append_event("failure", kind=failure.kind, status=failure.status, wait=wait and round(wait, 3),
-                    billed=failure.billed, coalesced=coalesced, batch=ask.ids, attempt=ask.attempt,
-                    stage=self.task.stage, task=self.task.fingerprint, batch_id=ask.batch_id, detail=failure.detail,
-                    **members)
-
-    def _hint(self, kind: str, words: str) -> None:
-        """Something for the main thread to say, once for each kind."""
-        self._hints.setdefault(kind, words)
-
-    def stop(self, reason: str, code: int) -> None:
-        """Begin no further call.  The first reason stands, but an interrupt always shows in the exit code."""
-        if not self.code or (code == INTERRUPTED != self.code):
-            self.code, self.reason = code, reason
-            waiting = "; waiting for %d calls in flight" % self._in_flight if self._in_flight else ""
-            if waiting:
-                self._hint("stop", "stopping: %s%s" % (reason, waiting))
-        self._work.notify_all()
-
-
-def reply_words(row: Mapping[str, Any], limit: int) -> str:
-    """How a reply that was not accepted begins, with its first item, verdict and detail, on one line."""
-    begin = re.sub(r"\s+", " ", str(row.get("reply") or "")[:limit])
-    detail = " (%s)" % row["detail"] if "detail" in row else ""
-    return "item %s: %s%s; %s" % (row["batch"][0], row["verdict"], detail,
-                                  "the reply begins: " + begin if begin else "the reply has no text")
-
-
-def clock(seconds: float) -> str:
-    """A time as a clock shows it: 0:07, 1:02:03."""
-    hours, rest = divmod(int(seconds), 3600)
-    return "%d:%02d:%02d" % (hours, *divmod(rest, 60)) if hours else "%d:%02d" % divmod(rest, 60)
-
-
-def fitting(parts: Iterable[str], width: float = math.inf) -> str:
-    """As many of the parts as there is width for, in their order; empty ones are left out.
-
-    >>> fitting(["12/24", "waiting 12 s", "", "3/s"], 12)
-    '12/24, 3/s'
-    """
-    line = ""
-    for part in filter(None, parts):
-        longer = line + ", " * bool(line) + part
-        line = longer if len(longer) <= width else line
-    return line
-
-
-class Speaker:
-    """Prints lines on a stream, without controls that would steer the terminal; `closed` once nobody can read them.
-
-    `width` is that of the terminal, which has one live line below the others, and 0 where there is none.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.closed, self.full, self._drawn = stream, False, False, 0
-        self._texts: Any = None                                 # to be written by the thread, where there is one
-        self._thread: Optional[threading.Thread] = None
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")       # a C locale cannot print every text
-
-    @property
-    def width(self) -> int:
-        """Columns of the terminal."""
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if self._stream.isatty() and os.environ.get("TERM") != "dumb":
-                return os.get_terminal_size(self._stream.fileno()).columns or 80
-        return 0
-
-    def __call__(self, text: str, wrap: bool = True) -> None:
-        """Print one text above the live line; on a terminal its lines are wrapped at words, unless they are quoted."""
-        self.live("")
-        width = self.width if wrap else 0
-        if width:
-            import textwrap
-            text = "\n".join(textwrap.fill(line, width - 1, break_long_words=False, break_on_hyphens=False,
-                                           subsequent_indent=" " * (21 if line[:1] == " " and width > 60 else 4))
-                             for line in text.split("\n"))
-        self._write(CONTROLS.sub("?", text) + "\n")
-
-    def live(self, text: str) -> None:
-        """Draw the live line anew; an empty one is wiped away."""
-        if (text or self._drawn) and (not text or self._thread is None or self._texts.empty()):
-            self._write("\r%s%s" % (text.ljust(self._drawn), "" if text else "\r"))
-            self._drawn = len(text)
-
-    def aside(self) -> None:
-        """From here to `finish` a thread of its own writes: what nobody reads is dropped, and holds up nothing else."""
-        import queue
-        self._texts = queue.SimpleQueue()
-        thread = threading.Thread(target=self._serve, name=SPEAKER, daemon=True)
-        with contextlib.suppress(RuntimeError):                 # the system gives no more threads: then without
-            thread.start()
-            self._thread = thread
-
-    def _serve(self) -> None:
-        for text in iter(self._texts.get, None):
-            self._print(text)
-
-    def _write(self, text: str) -> None:
-        if self._thread is None:
-            self._print(text)
-        elif self._texts.qsize() < MAX_UNREAD:
-            self._texts.put(text)
-
-    def _print(self, text: str) -> None:
-        """A stream that fails is not used again."""
-        stream = self._stream
-        if stream is not None and not self.closed:
-            try:
-                stream.write(text)
-                stream.flush()
-            except (OSError, ValueError) as error:
-                self.closed, self.full = True, getattr(error, "errno", None) == errno.ENOSPC
-
-    def finish(self) -> None:
-        """Wait until all is written, for as long as somebody reads; keep Python's last flush from failing on a stream
-        that was closed.
-        """
-        thread, self._thread, left = self._thread, None, -1
-        if thread is not None:
-            self._texts.put(None)
-            try:
-                while thread.is_alive() and left != self._texts.qsize():
-                    left = self._texts.qsize()
-                    thread.join(PATIENCE)
-            finally:
-                if thread.is_alive():           # it hangs in a write, and so would whoever touches the stream
-                    self._stream = None
-        try:
-            if self._stream is not None:
-                self._stream.flush()
-        except (OSError, ValueError):
-            with contextlib.suppress(OSError, ValueError):
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-
-
-def timestamp() -> str:
-    """The time now, in UTC: 2026-11-30T07:05:09.123Z."""
-    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="milliseconds")[:-6] + "Z"
+            run.hint("failed %s" % failure.status,
+                     "a call brought no reply and is made again (%s)" % failure.detail)
+            self._push([queued], now + wait)
 
 
 # ====================================================================================================================
@@ -4047,7 +4195,6 @@ GONE = 6                                # looks in a row that do not find a job
 MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
-Came = Union[Reply, CallFailed]         # for a request
 Given = TypeVar("Given")
 
 
@@ -4610,7 +4757,7 @@ class Intake:
         for code in runner.examples.keys() - examples:
             self._jobs.say("not accepted: " + reply_words(runner.examples[code], 120))
         if runner.in_vain():
-            runner.stop(runner.in_vain_words(), STOPPED)
+            runner.stop(runner.in_vain(), STOPPED)
         else:
             runner.confirm()
         return True
@@ -4624,21 +4771,19 @@ class Intake:
         if answered or number in job.seen or runner.code:
             return True                 # of a collection that was cut short, or answered meanwhile
         came, ask = self._results.came(self._jobs.post, job.key, number), ask_of(request)
-        certain = isinstance(came, CallFailed) and came.certain
         context = {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
-        if isinstance(came, CallFailed) and came.kind == "rejected":
-            came = Reply(None, REJECTED, came.detail)
-        if not isinstance(came, Reply):
+        if came is None or (isinstance(came, CallFailed) and came.kind != "rejected"):
             self._missed(number, ask, came, context)
             return True
-        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"])
+        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"],
+                       strict=bool(job.intent.get("strict")))
         if ask.attempt > 1 or ask.fallback:
             context["params"] = job.intent.get("retry_params")
-        row = judged(ask, came, runner.task, bool(job.intent.get("strict")), context)
-        if row["verdict"] != "ok" and not failed:
+        if not failed and (isinstance(came, CallFailed)
+                           or validate(ask.items, came, runner.task, context["strict"]).code != "ok"):
             return False
-        runner.record(row, row_parts(row), certain, sure)
-        runner.tally.update(calls=1, replies=1)
+        row = runner.settle(ask, came, context, sure)
+        runner.tally.calls += 1
         self._rows += 1
         self._verdicts[row["verdict"]] += len(ask.items)
         if {self._owner.get(item, custom_id) for item in row.get("extra", ())} - {custom_id}:
@@ -4666,7 +4811,7 @@ class Intake:
     def _end(self, members: Mapping[str, Any]) -> None:
         """The job is collected: say and write what it came to."""
         jobs, job, name, lost = self._jobs, self._job, self._name, self._verdicts["no reply"]
-        jobs.runner.tally["unanswered"] += lost
+        jobs.runner.tally.unanswered += lost
         if not self._rows and "collected" in job.steps:
             jobs.say("job %s: nothing new, its results were collected before" % name)
             return
@@ -4674,13 +4819,13 @@ class Intake:
                   repeated=self._results.repeated[job.key], crossed=self._tally["crossed"],
                   missing=self._tally["missing"], errored=self._tally["errored"], **members)
         jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
-            name, job.items, job.items - lost, counts(self._verdicts)))
+            name, job.items, job.items - lost, as_counts(self._verdicts)))
 
 
 class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
-    def __init__(self, runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+    def __init__(self, runner: Run, header: Header, state: JobState,
                  ledger: Ledger, say: Speaker) -> None:
         assert runner.model.jobs is not None
         self.runner, self.say, self.post = runner, say, runner.model.jobs
@@ -4709,11 +4854,11 @@ class Jobs:
     def _collected(self) -> bool:
         """Finish the jobs that are open; whether to go on."""
         runner, jobs = self.runner, list(self._state.jobs.values())
-        came = runner.tally["replies"]
+        came = runner.tally.replies
         for job in jobs:
             if not runner.code:
                 self._finish(job)
-        if runner.tally["replies"] > came:
+        if runner.tally.replies > came:
             self._fruitless = 0
         elif jobs or self._round:
             self._fruitless += 1
@@ -5056,7 +5201,7 @@ class Jobs:
             now = time.monotonic()
             runner.model.tick(now)
             if say.width:
-                say.live(fitting(["%s, %s" % (clock(now - began), words)], say.width - 1))
+                say.live(join_within(["%s, %s" % (clock(now - began), words)], say.width - 1))
             if runner.signals:
                 runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
             elif now >= runner.deadline:
@@ -5077,8 +5222,8 @@ class Jobs:
             self._call(lambda: time.sleep(seconds), words=words)
 
 
-def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
-                ledger: Ledger, say: Speaker) -> Runner:
+def run_by_jobs(runner: Run, header: Header, state: JobState,
+                ledger: Ledger, say: Speaker) -> Run:
     """A run whose calls go by jobs; with --finish online, not those after the first round.
 
     The last runner.
@@ -5090,10 +5235,10 @@ def run_by_jobs(runner: Runner, header: Callable[[], Mapping[str, Any]], state: 
     if not left:
         return runner
     say("the rest is asked online: %d calls, and more where they fail" % left)
-    online = Runner(runner.task, runner.model, [jobs.pending()], runner.options)
+    online = Run(runner.task, runner.model, [jobs.pending()], runner.options)
     online.figures, online.tally, online.deadline = runner.figures, runner.tally, runner.deadline
     online.examples = runner.examples
-    online.run(ledger, header, say)
+    Pool(online).work(ledger, header, say)
     return online
 
 
@@ -5131,7 +5276,7 @@ def check_target(path: str) -> None:
         raise HarnessError("%s exists and holds no requests; name another file" % path)
 
 
-def emit_requests(runner: Runner, header: Callable[[], Mapping[str, Any]], state: JobState,
+def emit_requests(runner: Run, header: Header, state: JobState,
                   ledger: Ledger, out: Speaker) -> int:
     """Write the requests of a round to files, in OpenAI's batch form."""
     jobs, options = Jobs(runner, header, state, ledger, out), runner.options
@@ -5230,7 +5375,7 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
         odd = []
         for name, end in zip(options.files, ends):
             tally, first = results.join(name, end)
-            say("%s, lines: %s" % (name, counts(tally)))
+            say("%s, lines: %s" % (name, as_counts(tally)))
             if not tally["joined"] and not tally["repeated"]:
                 odd.append("%s: %s" % (name, looks_like(first)))
         if not results.found:
@@ -5248,7 +5393,7 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
             with runner.lock:
                 intake.take()
             results.unknown = 0         # counted once
-            left += runner.tally["unanswered"] + runner.tally["quarantined"]
+            left += runner.tally.unanswered + runner.tally.quarantined
             if runner.code:
                 return closing_words(runner, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
@@ -5258,7 +5403,7 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
 
 
 def recorders(options: Settings, ledger: Ledger, state: JobState,
-              jobs: Iterable[OpenJob]) -> Iterator[Tuple[Runner, OpenJob]]:
+              jobs: Iterable[OpenJob]) -> Iterator[Tuple[Run, OpenJob]]:
     """For each job, what records its replies: under task and model of the run that asked."""
     client = Client("http://localhost", 1.0, [], "")    # never asked: others brought the replies
     endpoint = Endpoint(client, APIS["chat"], {})
@@ -5273,7 +5418,7 @@ def recorders(options: Settings, ledger: Ledger, state: JobState,
                 answers.apply(row)
         model = Model(run["model"], "", endpoint.ask, jobs=post)
         pending = Pending(Sample(options.ledger, []), answers, 1, options)
-        yield Runner(answers.task, model, [pending], options._replace(workers=1)), job
+        yield Run(answers.task, model, [pending], options._replace(workers=1)), job
 
 
 # ==================================================================================================
@@ -5434,36 +5579,6 @@ Answer = Tuple[str, ...]                # one short text a field, the same where
 Data = Mapping[str, Any]                # an arm by the names that --json gives
 Place = Tuple[str, str, Optional[int], str]             # ledger, task, arm, digest of a text
 Gold = Dict[int, Answer]                # key_of(digest) -> spellings under which an answer is right
-
-
-def rate(part: int, whole: int) -> str:
-    """A rate with its numerator and denominator: "11 of 12 (91.7 %)"; "0 of 0 (n/a)"."""
-    return "%d of %d (%s)" % (part, whole, "%.1f %%" % (100 * part / whole) if whole else "n/a")
-
-
-def counts(tally: Mapping[str, int]) -> str:
-    """Counts as words, the largest first: "ok 12, set_mismatch 1"; "none" of nothing."""
-    entries = sorted(tally.items(), key=lambda entry: (-entry[1], entry[0]))
-    return ", ".join("%s %d" % entry for entry in entries) or "none"
-
-
-def write_whole(path: str, write: Callable[[IO[bytes]], Any], option: str) -> None:
-    """Write a file that appears whole or not at all; a device or a pipe is written as it is."""
-    target = os.path.realpath(path)
-    whole = os.path.isfile(target) or not os.path.exists(target)
-    partial = "%s.%d.part" % (target, os.getpid()) if whole else target
-    try:
-        with open(partial, "wb") as file:
-            write(file)
-        if whole and os.path.exists(target):
-            os.chmod(partial, os.stat(target).st_mode & 0o7777)
-        if whole:
-            os.replace(partial, target)
-    except OSError as error:
-        raise HarnessError("cannot write %s: %s; check %s" % (path, error.strerror, option))
-    finally:
-        if whole and os.path.exists(partial):
-            os.remove(partial)
 
 
 # ---- what a ledger came to ----
@@ -6098,7 +6213,7 @@ FORMS: Dict[str, Callable[[Any], str]] = {
     "digits": lambda value: "%.3g" % value,
     "whole": lambda value: "%.0f" % value,
     "short": lambda label: label.replace("arm ", "", 1),
-    "counts": counts,
+    "counts": as_counts,
     "json": encode,
     "agreements": lambda fields: ", ".join(
         name + (" %(agreement share)s (kappa %(kappa places)s)" if field["labels"] else
@@ -6151,7 +6266,7 @@ def notes(reading: Reading) -> Iterator[str]:
     """What else a reader of the figures must know."""
     yield from change_lines(reading.changes)
     if +reading.failures:
-        yield "calls without a reply: " + counts(+reading.failures)
+        yield "calls without a reply: " + as_counts(+reading.failures)
     for faults, words in (
             (reading.damaged, "damaged lines, skipped"),
             (reading.broken,
@@ -7056,7 +7171,7 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
         checked["derived"], checked["prompts"], len(faults)))
     if unchecked:
-        out("not checked: " + counts(unchecked))
+        out("not checked: " + as_counts(unchecked))
     absent = "" if texts else ("; without --input: that ids and prompts are those of the texts, and sources, items and "
                                "digest those of the input")
     out("not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, and named its "
@@ -7351,7 +7466,7 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
             return STOPPED
     say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
     out("%d answered items: %s%s" % (
-        len(applier.found), counts(collections.Counter(applier.outcomes.values())),
+        len(applier.found), as_counts(collections.Counter(applier.outcomes.values())),
         "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
     if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
         say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
@@ -7653,10 +7768,10 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
             check_collision(source, state, options.id_length)
         check_ledger(options, model, state)
         check_jobs(options, model, jobs)
-        runner = Runner(task, model, arms, options)
+        runner = Run(task, model, arms, options)
         if ledger is not None:
             return ask_all(runner, ledger, frozen, jobs, say, out)
-        flight = next(runner.flights, None)
+        flight = next(interleaved(arms), None)
         if flight is not None:
             out(build_prompt(flight.first[0][1].items, task) + "\n", wrap=False)
         out("%s\ndry run: nothing %s" % (outlook(runner, frozen), "is pending" if flight is None else "was called"))
@@ -7701,7 +7816,7 @@ def check_jobs(options: Settings, model: Model, state: JobState) -> None:
                 job.items, named, ways.get(made, "%s") % job.called))
 
 
-def outlook(runner: Runner, frozen: Frozen) -> str:
+def outlook(runner: Run, frozen: Frozen) -> str:
     """Rows, items, what is pending at each size, and the calls to expect."""
     options, lines = runner.options, []
     for pending in runner.arms:
@@ -7716,7 +7831,7 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
             most += (asked - alone) * options.attempts
             if options.on_failure == "split":
                 most += asked - alone
-        runner.tally["pending"] += asked
+        runner.tally.pending += asked
         bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
         if options.batch_chars is not None or state.open or (options.limit and alone):
             bounds = "about %d calls" % calls                   # how texts fall into batches is not known before
@@ -7741,7 +7856,7 @@ def outlook(runner: Runner, frozen: Frozen) -> str:
         first, "\n".join(lines), runner.model.host)
 
 
-def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say: Speaker, out: Speaker) -> int:
+def ask_all(runner: Run, ledger: Ledger, frozen: Frozen, jobs: JobState, say: Speaker, out: Speaker) -> int:
     """Run to the end, and say how it ended and what to type next; the exit code."""
     options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
     damaged, torn = ledger.log.damaged, ledger.log.torn
@@ -7768,14 +7883,14 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say:
     if options.batch_api:
         runner = run_by_jobs(runner, header, jobs, ledger, say)
     else:
-        runner.run(ledger, header, say)
+        Pool(runner).work(ledger, header, say)
     say.finish()
     out.aside()
     answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
                                     for flags in (ANSWERED, QUARANTINED, FROZEN))
     summary = "%d of %d items answered%s, %d quarantined" % (
         answered, items, " (not all on the ledger)" * ledger.astray, quarantined)
-    if runner.tally["calls"]:
+    if runner.tally.calls:
         out("%s, %d pending" % (summary, items - answered - quarantined))
         out(spent_words(runner))
     elif not runner.code:
@@ -7786,7 +7901,7 @@ def ask_all(runner: Runner, ledger: Ledger, frozen: Frozen, jobs: JobState, say:
     return closing_words(runner, answered, quarantined, out)
 
 
-def run_header(runner: Runner, frozen: Frozen) -> Dict[str, Any]:
+def run_header(runner: Run, frozen: Frozen) -> Dict[str, Any]:
     """The members of a run's own row."""
     options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
     asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
@@ -7813,15 +7928,15 @@ def say_baseline(state: State, task: Task, model: Model, options: Settings, say:
             "--baseline LEDGER names a ledger that has them" % (singles, BASELINE, options.batch_size))
 
 
-def spent_words(runner: Runner) -> str:
+def spent_words(runner: Run) -> str:
     """What a run has spent."""
     figures, tally = runner.figures, runner.tally
     tokens = "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out) if figures.tokens_in else ""
     return "this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply%s" % (
-        tally["calls"], rate(figures.first_ok, figures.first), figures.fallbacks, tally["failures"], tokens)
+        tally.calls, rate(figures.first_ok, figures.first), figures.fallbacks, tally.failures, tokens)
 
 
-def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker) -> int:
+def closing_words(runner: Run, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     import shlex
     tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
@@ -7832,8 +7947,8 @@ def closing_words(runner: Runner, answered: int, quarantined: int, out: Speaker)
     unfrozen = max(pending.unfrozen for pending in runner.arms)
     if unfrozen and options.command == "run":
         out("the input changed: %d rows that were not there at first were not asked; run again" % unfrozen)
-    if tally["lost"]:
-        out("%d replies could not be written to the ledger; their calls are made again" % tally["lost"])
+    if tally.lost:
+        out("%d replies could not be written to the ledger; their calls are made again" % tally.lost)
     if runner.left and not code:
         some = ["%s (%s)" % entry for entry in list(runner.left.items())[:3]]
         reason, code = "%d items got no reply after %d tries, such as %s" % (
@@ -7885,7 +8000,7 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
         rows = exported(source, task, ledgers, options.id_length)
         export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
     target = "standard output" if options.output == "-" else options.output
-    say("%d rows to %s: %s" % (sum(tally.values()), target, counts(tally)))
+    say("%d rows to %s: %s" % (sum(tally.values()), target, as_counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
         say("no text of this input has an answer on %s (a trial's are not exported); check --ledger, --input and "
             "--text-field" % ", ".join(ledgers))
