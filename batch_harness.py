@@ -2438,14 +2438,14 @@ def check_parameters(options: Settings, word: str, provider: Provider,
             raise HarnessError("%s does not take %s; %s" % (word, name, refused[name]))
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
-    twice: Set[str] = set()
-    if options.max_tokens:
-        twice = params & {"max_tokens", "max_completion_tokens"}
-    if options.structured:
-        twice |= asked & APIS[provider.api].structure({}).keys()
-    if twice:
-        raise HarnessError("--param %s and an option of its own (--max-tokens, --structured) say "
-                           "the same; give one of them" % min(twice))
+    limits = {"max_tokens", "max_completion_tokens"}
+    structure = APIS[provider.api].structure({}).keys()
+    for option, given, twice in (
+            ("--max-tokens", options.max_tokens, params & limits),
+            ("--structured", options.structured, asked & structure)):
+        if given and twice:
+            raise HarnessError("%s and --param %s say the same; give one of them" % (
+                option, min(twice)))
 
 
 def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
@@ -2841,7 +2841,8 @@ def masker(secrets: Iterable[str], shortest: int) -> Callable[[str], str]:
         encoded = "".join("%%(?:25)*%02x" % byte for byte in char.encode("utf-8"))
         return r"(?:\\?%s|(?i:%s|\\u%04x|&%s;|&#0*%d;|&#x0*%x;))" % (
             re.escape(char), encoded, code, names.get(char, "#"), code, code)
-    words = [word for word in map(urllib.parse.unquote, secrets) if len(word) >= shortest]
+    words = [word for secret in secrets for word in (secret, urllib.parse.unquote(secret))
+             if len(word) >= shortest]
     words.sort(key=len, reverse=True)
     pattern = "|".join("".join(map(spelled, word)) for word in words)
     return functools.partial(re.compile(pattern or "(?!)").sub, "***")
