@@ -5568,43 +5568,65 @@ def at_best(calls: int) -> str:
 
 # ==================================================================================================
 # REPORT, EXPLAIN AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an
-# answer is what its row says.
+# answer is what its row says.  A report is figures first, members with names; text, JSON and page
+# are made of these.
 # ==================================================================================================
 
 BASELINE = 100                          # single first calls without which no larger size is safe
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
-COUNTS = ("calls", "first", "first_ok", "retried", "rescued", "fallbacks", "answered",
-          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown")
+MAX_WORD = 100                          # characters of an answer that are held
+COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
+          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
+          "items", "failed_items", "verdicts", "normalised")
+SHARES = (                              # name, the part, the whole
+    ("first_pass", "first_ok", "first"),
+    ("calls_per_item", "calls", "items"),
+    ("agreement", "same", "compared"),
+    ("floor", "floor_same", "floor_compared"),
+    ("agreement_reordered", "reordered_same", "reordered_compared"),
+    ("half_first", "first_differ", "first_compared"),
+    ("half_second", "second_differ", "second_compared"),
+)
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
-Data = Mapping[str, Any]                # an arm by the names that --json gives
+Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
+Lines = Iterator[Tuple[str, str]]       # label, words
 Place = Tuple[str, str, Optional[int], str]             # ledger, task, arm, digest of a text
-Gold = Dict[int, Answer]                # key_of(digest) -> spellings under which an answer is right
+Gold = Dict[int, str]                   # key_of(digest) -> the right answer
 
 
 # ---- what a ledger came to ----
 
 def comparable(answer: Any, fields: Iterable[str]) -> Answer:
-    """An answer's fields as short texts; free text is compared stripped."""
+    """An answer's fields as short texts; free text is compared stripped, a number as its JSON."""
     values = [answer]
     if list(fields) not in (["answer"], []):
         values = [an_object(answer).get(field) for field in fields]
-    words = [_sorted_json(value.strip() if isinstance(value, str) else value) for value in values]
-    return tuple([word if len(word) < 40 else text_digest(word)[:32] for word in words])
+    return tuple(map(word_of, values))
+
+
+def word_of(value: Any) -> str:
+    """A value as a short text; what a file of text calls 1 is the label 1, too."""
+    word = str(value).strip()
+    if not isinstance(value, str):
+        word = _sorted_json(value)
+    if len(word) > MAX_WORD:
+        word = word[:MAX_WORD] + "... " + text_digest(word)[:16]
+    return word
 
 
 class Group(NamedTuple):
     """What is counted together: a task and a model at one size, on a ledger or in a trial's arm."""
 
     ledger: str
+    arm: Optional[int]
+    size: int
+    # what is the same in all that can be compared:
     stage: str
     task: str
-    arm: Optional[int]
     model_string: Optional[str]
+    model: str                          # that, or what was asked for where the endpoint named none
     form: str
-    size: int
-    asked: str                          # the model asked for, where the endpoint named none
-    fields: Tuple[str, ...]             # none where the row of the run, and so the task, is lost
 
 
 class Figures:
@@ -5613,6 +5635,7 @@ class Figures:
     calls = 0
     first = 0                           # first calls of full batches
     first_ok = 0
+    failures = 0                        # the others of them
     retried = 0                         # full batches that were asked again
     rescued = 0
     fallbacks = 0
@@ -5626,7 +5649,7 @@ class Figures:
 
     group: Group
     asked = ""                          # the model that was asked for
-    fields: Mapping[str, Any] = {}      # of the task: name -> schema
+    fields: Data = {}      # of the task: name -> schema; none where it is not known
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = collections.Counter()
@@ -5634,37 +5657,34 @@ class Figures:
         self.ms: List[int] = []
         self.answers: Dict[int, Answer] = {}        # by key_of(digest)
         self.batches: List[Tuple[bool, List[int]]] = []     # accepted: reordered?, texts as asked
-        self.failed: List[str] = []                 # an item of each of the first that failed
+        self.failed_items: List[str] = []           # one of each of the first that failed
         self.fell_back: Set[str] = set()            # items asked again because their batch failed
         self._same: Dict[Answer, Answer] = {}       # labels are few: equal answers are held once
-
-    @property
-    def failures(self) -> int:
-        """Failed first calls of full batches."""
-        return self.first - self.first_ok
 
     @property
     def items(self) -> int:
         """Items that are settled."""
         return self.answered + self.quarantined
 
-    def count(self, row: Mapping[str, Any]) -> None:
+    def count(self, row: Data) -> None:
         """Count one attempt row."""
         accepted = row["verdict"] == "ok"
-        items = len(row["batch"])
+        full = len(row["batch"]) == row["size"]
         self.calls += 1
         self.verdicts[row["verdict"]] += 1
         self.normalised.update(row.get("normalised", ()))
-        if accepted:
-            self.answered += items
+        self.answered += len(row.get("answers", ()))
         if row.get("reordered"):
             self.reordered += 1
         if row["fallback"]:
             self.fallbacks += 1
-        elif items == row["size"] and row["attempt"] == 1:
+        elif full and row["attempt"] == 1:
             self.first += 1
             self.first_ok += accepted
-        elif items == row["size"]:
+            self.failures += not accepted
+            if not accepted and len(self.failed_items) < SHOWN_ITEMS:
+                self.failed_items.append(row["batch"][0])
+        elif full:
             self.retried += 1
             self.rescued += accepted
         if "tokens_in" in row and "tokens_out" in row:
@@ -5673,111 +5693,87 @@ class Figures:
         else:
             self.tokens_unknown += 1
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add(self, row: Data) -> None:
         """Count one attempt row, and keep its answers for comparison."""
-        keys: List[int] = []
-        if row["verdict"] == "ok":
-            keys = [key_of(sha) for sha in row["text_sha"]]
-            if all(key in self.answers for key in keys):
-                self.repeated += 1      # the ledger was put together by hand
-                return
-        failures = self.failures
+        answers = {key_of(sha): answer for sha, _, answer in answers_of(row)}
+        if answers and all(key in self.answers for key in answers):
+            self.repeated += 1          # the ledger was put together by hand
+            return
         self.count(row)
-        if self.failures > failures and len(self.failed) < SHOWN_ITEMS:
-            self.failed.append(row["batch"][0])
         if type(row.get("ms")) is int:  # a batch job's calls have none
             self.ms.append(row["ms"])
         if row["fallback"] and row["size"] > 1:
             self.fell_back.update(row["batch"])
-        for key, name in zip(keys, row["batch"]):
-            answer = comparable(row["answers"][name], self.fields)
-            self.answers.setdefault(key, self._same.setdefault(answer, answer))
-        if not row["fallback"] and len(keys) == row["size"]:
-            self.batches.append((bool(row.get("reordered")), keys))
+        for key, answer in answers.items():
+            words = comparable(answer, self.fields)
+            self.answers.setdefault(key, self._same.setdefault(words, words))
+        if not row["fallback"] and len(answers) == row["size"]:
+            self.batches.append((bool(row.get("reordered")), list(answers)))
 
 
 class Reading:
     """What a report gathers from ledgers, line by line."""
 
     def __init__(self) -> None:
+        self.logs: Dict[str, Log] = {}              # by the path of the ledger
         self.groups: Dict[Group, Figures] = {}
         self.failures: Counter[str] = collections.Counter()     # by HTTP status, or kind
-        self.runs: Dict[str, Dict[str, Any]] = {}
-        self.changes: List[Dict[str, Any]] = []     # where one model asked for became another
-        self.damaged: Dict[str, Sequence[int]] = {}             # ledger -> lines
-        self.broken: Dict[str, Sequence[int]] = {}
-        self.held: Dict[Place, Group] = {}          # what is in quarantine
+        self.runs: Dict[str, Data] = {}
+        self.changes: List[Data] = []     # where one model asked for became another
+        self.held: Dict[Place, Figures] = {}        # what is in quarantine
         self._strings: Dict[Tuple[str, str], str] = {}  # (ledger, model asked for) -> its last one
 
     def read(self, ledger: str) -> None:
         """Take in one ledger."""
-        log = Log(ledger)
+        log = self.logs[ledger] = Log(ledger)
         for row in log:
-            self._take(log, row)
-        self.damaged[ledger] = log.damaged
-        self.broken[ledger] = log.broken
+            if row["event"] == "run":
+                self.runs[row["run"]] = row
+            elif row["event"] in ("attempt", "quarantine"):
+                self._attempt(log, row)
+            elif row["event"] == "failure":
+                self.failures["429"] += row.get("coalesced", 0)     # waits without their own row
+                if "batch" in row:
+                    self.failures[str(row.get("status") or row.get("kind"))] += 1
 
-    def _take(self, log: Log, row: Dict[str, Any]) -> None:
-        if row["event"] == "run":
-            self.runs[row["run"]] = row
-        elif row["event"] in ("attempt", "quarantine"):
-            self._model(log.path, log.number, row)
-            self._attempt(self.group_of(log.path, row), row)
-        elif row["event"] == "failure":
-            self.failures["429"] += row.get("coalesced", 0)     # waits without a row of their own
-            if "batch" in row:
-                self.failures[str(row.get("status") or row.get("kind"))] += 1
-
-    def _asked(self, row: Mapping[str, Any]) -> str:
-        return str(self.runs.get(row["run"], {}).get("model", "?"))
-
-    def group_of(self, ledger: str, row: Mapping[str, Any]) -> Group:
-        """The group of an attempt row.  A refusal names no model: the one that answered last."""
-        asked = self._asked(row)
-        model = row.get("model_string")
-        if row["verdict"] == REJECTED:
-            model = self._strings.get((ledger, asked))
-        if model:
-            asked = ""
-        return Group(ledger, row["stage"], row["task"], row.get("arm"), model, row["form"],
-                     row["size"], asked, tuple(self._fields(row)))
-
-    def _fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        run = self.runs.get(row["run"], {})
-        return an_object(an_object(run.get("task")).get("fields"))
-
-    def _model(self, ledger: str, number: int, row: Mapping[str, Any]) -> None:
-        asked = self._asked(row)
-        after = row.get("model_string")
-        if after:
-            before = self._strings.setdefault((ledger, asked), after)
-            self._strings[ledger, asked] = after
-            if before != after:
-                self.changes.append({"ledger": ledger, "line": number, "at": row.get("at"),
-                                     "asked": asked, "before": before, "after": after})
-
-    def _attempt(self, group: Group, row: Mapping[str, Any]) -> None:
-        if group not in self.groups:
-            figures = Figures()
-            figures.group = group
-            figures.asked = self._asked(row)
-            figures.fields = self._fields(row)
-            self.groups[group] = figures
+    def _attempt(self, log: Log, row: Data) -> None:
+        figures = self._figures(log, row)
         if row["event"] == "attempt":
-            self.groups[group].add(row)
-        if row["verdict"] == "ok" or "quarantined" in row:
+            figures.add(row)
+        if "answers" in row or "quarantined" in row:
             for sha in row["text_sha"]:
-                place = (group.ledger, group.task, group.arm, sha)
-                self.held.pop(place, None)
+                place = (log.path, row["task"], row.get("arm"), sha)
+                if place in self.held:
+                    self.held.pop(place).quarantined -= 1
                 if "quarantined" in row:
-                    self.held[place] = group
+                    self.held[place] = figures
+                    figures.quarantined += 1
+
+    def _figures(self, log: Log, row: Data) -> Figures:
+        """Where an attempt counts.  A refusal names no model: the one that answered last."""
+        run = self.runs.get(row["run"], {"model": "?", "task": {}})
+        asked = run["model"]
+        model = row.get("model_string")
+        before = self._strings.get((log.path, asked), model)
+        if row["verdict"] == REJECTED:
+            model = before
+        if model:
+            self._strings[log.path, asked] = model
+            if before != model:
+                self.changes.append({"ledger": log.path, "line": log.number, "at": row.get("at"),
+                                     "asked": asked, "before": before, "after": model})
+        group = Group(log.path, row.get("arm"), row["size"], row["stage"], row["task"], model,
+                      model or asked + " (not named by the endpoint)", row["form"])
+        if group not in self.groups:
+            figures = self.groups[group] = Figures()
+            figures.group = group
+            figures.asked = asked
+            figures.fields = an_object(run["task"].get("fields"))
+        return self.groups[group]
 
     def arms(self) -> List[Figures]:
         """What is counted, in the order of the ledgers and of the trial, once all is read."""
-        ledgers = list(dict.fromkeys(group.ledger for group in self.groups))
-        quarantined = collections.Counter(self.held.values())
-        for group, figures in self.groups.items():
-            figures.quarantined = quarantined[group]
+        ledgers = list(self.logs)
         return sorted(self.groups.values(), key=lambda figures: (
             ledgers.index(figures.group.ledger), figures.group.arm is None, figures.group.arm or 0))
 
@@ -5817,49 +5813,45 @@ class Comparison:
     def __init__(self, figures: Figures, alike: Sequence[Figures]) -> None:
         self.figures = figures
         self.base, self.other = (*alike, Figures(), Figures())[:2]
-        self.singles = sum(one.first for one in alike)
         if self.base is figures:
             self.base = self.other = Figures()
+        self.singles = sum(one.first for one in alike)
+        self.answers = here, one, two = figures.answers, self.base.answers, self.other.answers
+        self.both = [key for key in here if key in one]
+        self.differing = [              # where size 1 and its repetition agree
+            short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
+        self.tally = collections.Counter(self._seen())
+        batches = [keys for _, keys in figures.batches if len(keys) > 1]
+        excesses = [excess_of(keys, self.answers) for keys in batches]
+        self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
-        self.both = [key for key in figures.answers if key in self.base.answers]
-        self.differing: List[int] = []  # of these, where size 1 and its repetition agree
-        self.excess: Counter[float] = collections.Counter()     # of batches
-        self.places: Counter[Tuple[str, bool]] = collections.Counter()  # (half, is it the same)
-        for key in self.both:
-            expected = self.base.answers[key]
-            same = figures.answers[key] == expected
-            self.places["all", same] += 1
-            if not same and self.other.answers.get(key, expected) == expected:
-                self.differing.append(key)
-        for key, answer in self.other.answers.items():
-            if key in self.base.answers:
-                same = answer == self.base.answers[key]
-                self.places["floor", same] += 1
-        for reordered, keys in figures.batches:
-            if len(keys) > 1:
-                self._batch(reordered, keys)
         self.shift = mean_limits(self.excess)
 
-    def _batch(self, reordered: bool, keys: Sequence[int]) -> None:
-        answers = [one.answers for one in (self.figures, self.base, self.other)]
-        for place, key in enumerate(keys):
-            if key in answers[1]:
-                same = answers[0][key] == answers[1][key]
-                self.places[("first", "second")[2 * place >= len(keys)], same] += 1
-                self.places["reordered", same] += reordered
-        excess = excess_of(keys, answers)
-        if excess is not None:
-            self.excess[excess] += 1
-
-    def same(self, place: str) -> Tuple[int, int]:
-        """How many answers are the same, of how many: "all", "floor", a half, "reordered"."""
-        same = self.places[place, True]
-        return same, same + self.places[place, False]
-
-    def pairs(self, place: int) -> Counter[Tuple[str, str]]:
-        """How often which answer to a field at size 1 met which one here."""
-        return collections.Counter(
-            (self.base.answers[key][place], self.figures.answers[key][place]) for key in self.both)
+    def _seen(self) -> Iterator[str]:
+        """What to count, by the names of SHARES."""
+        here, one, two = self.answers
+        for key in self.both:
+            yield "compared"
+            if here[key] == one[key]:
+                yield "same"
+        for key in two:
+            if key in one:
+                yield "floor_compared"
+                if two[key] == one[key]:
+                    yield "floor_same"
+        for reordered, keys in self.figures.batches:
+            for place, key in enumerate(keys):
+                if key in one and len(keys) > 1:
+                    half = "first"
+                    if 2 * place >= len(keys):
+                        half = "second"
+                    yield half + "_compared"
+                    if here[key] != one[key]:
+                        yield half + "_differ"
+                    if reordered:
+                        yield "reordered_compared"
+                    if reordered and here[key] == one[key]:
+                        yield "reordered_same"
 
 
 # ---- decisions ----
@@ -5869,8 +5861,9 @@ def rescue_rate(figures: Figures) -> float:
     return share(figures.rescued, figures.retried) or 0.0
 
 
-def calls_per_item(figures: Figures, size: int) -> float:
+def calls_per_item(figures: Figures) -> float:
     """Expected calls for an item: the first, the retry of a failure, then each item alone."""
+    size = figures.group.size
     failure = share(figures.failures, figures.first) or 0.0
     calls = 1 + failure
     if size > 1:
@@ -5886,11 +5879,13 @@ def tokens_per_item(figures: Figures) -> Optional[float]:
     return tokens / (figures.calls - figures.tokens_unknown) * figures.calls / figures.items
 
 
-def saving(found: Comparison) -> str:
+def saving(found: Comparison) -> Optional[str]:
     """What a size costs against size 1, and from which failure rate on it saves nothing."""
     size = found.figures.group.size
-    calls = calls_per_item(found.figures, size)
-    single = calls_per_item(found.base, 1)
+    if size == 1 or not found.base.first:
+        return None
+    calls = calls_per_item(found.figures)
+    single = calls_per_item(found.base)
     even = (size * single - 1) / (1 + (1 - rescue_rate(found.figures)) * size)
     mine = tokens_per_item(found.figures)
     other = tokens_per_item(found.base)
@@ -5900,38 +5895,6 @@ def saving(found: Comparison) -> str:
     return ("%.0f %% of the calls and %s of the tokens of size 1: %.2f calls an item instead of "
             "%.2f, and fewer until %.0f %% of first passes fail" % (
                 100 * calls / single, tokens, calls, single, 100 * min(1.0, even)))
-
-
-def shown_worse(found: Comparison, options: Settings) -> Iterator[str]:
-    """In which ways a size is shown to be worse than it may be."""
-    figures = found.figures
-    if found.rates.low > options.max_failure:
-        yield ("first passes fail in more than %.1f %% of calls: %s, at size 1 %s; such as those "
-               "of %s") % (
-            100 * options.max_failure, rate(figures.failures, figures.first),
-            rate(found.base.failures, found.base.first), ", ".join(figures.failed[:3]))
-    if found.shift.low > options.margin:
-        named = ", ".join(map(short_id, found.differing[:3])) or "texts that vary anyway"
-        yield "answers differ by %.1f to %.1f points beyond the floor, such as those to %s" % (
-            100 * found.shift.low, 100 * found.shift.high, named)
-
-
-def still_wanting(found: Comparison, options: Settings) -> Iterator[str]:
-    """What is missing before a size is shown to be safe."""
-    figures = found.figures
-    if figures.group.form == "keyed":
-        yield ("the grammar holds the ids here, so that their form is no evidence; judge the "
-               "answers by hand")
-    if found.rates.high > options.max_failure:
-        yield "%d clean calls more would show first-pass failures of at most %.1f %%" % (
-            calls_needed(figures.failures, figures.first, options.max_failure),
-            100 * options.max_failure)
-    if not found.same("floor")[1]:
-        yield "no second arm of size 1 says how much the model disagrees with itself"
-    elif found.shift.high > options.margin:
-        yield "up to %.1f points more answers may differ than by the floor, after %d calls; %s" % (
-            100 * found.shift.high, sum(found.excess.values()),
-            more_calls(found.excess, options.margin))
 
 
 def more_calls(excess: Mapping[float, int], margin: float) -> str:
@@ -5947,179 +5910,190 @@ def more_calls(excess: Mapping[float, int], margin: float) -> str:
     return "about %d more calls would settle it if nothing changed" % least_count(settled)
 
 
-def decision_of(found: Comparison, options: Settings) -> Tuple[str, str]:
-    """The decision on an arm's size, and why."""
+def reasons(found: Comparison, options: Settings) -> Lines:
+    """What speaks for which decision, as (decision, words for Words); the first one holds."""
     figures = found.figures
     if not figures.fields:
-        return "not compared", "the row of the run, which tells the task, is damaged or gone"
+        yield "not compared", "the row of the run, which tells the task, is damaged or gone"
     if figures.group.size == 1:
-        return "baseline", "%d single first calls" % figures.first
-    worse = "; ".join(shown_worse(found, options))
-    if worse:
-        return "not safe", worse
+        yield "baseline", "%(first)s single first calls"
+    if found.rates.low > options.max_failure:
+        yield "not safe", (
+            "first passes fail in more than %(max_failure .1%)s of calls: %(failures of first)s, "
+            "at size 1 %(single_failures of single_first)s; such as those of %(failed_items few)s")
+    if found.shift.low > options.margin:
+        yield "not safe", (
+            "answers differ by %(low points)s to %(high points)s points beyond the floor, such as "
+            "those to %(differing_items few)s")
     if found.singles < BASELINE:
-        return "baseline first", (
-            "%d of %d single first calls of this model and task; a `trial` gives them; so far %s "
-            "first passes kept their form, %s answers are as at size 1, against a floor of %s" % (
-                found.singles, BASELINE, rate(figures.first_ok, figures.first),
-                rate(*found.same("all")), rate(*found.same("floor"))))
-    wanting = "; ".join(still_wanting(found, options))
-    if wanting:
-        return "not yet", wanting
-    return "safe", (
-        "first passes fail in at most %.1f %%, answers differ by at most %.1f points beyond the "
-        "floor; %s" % (100 * found.rates.high, 100 * found.shift.high, saving(found)))
+        yield "baseline first", (
+            "%(singles)s of 100 single first calls of this model and task; a `trial` "
+            "gives them; so far %(first_ok of first)s first passes kept their form, "
+            "%(same of compared)s answers are as at size 1, against a floor of "
+            "%(floor_same of floor_compared)s")
+    if figures.group.form == "keyed":
+        yield "not yet", ("the grammar holds the ids here, so that their form is no evidence; "
+                          "judge the answers by hand")
+    if found.rates.high > options.max_failure:
+        needed = calls_needed(figures.failures, figures.first, options.max_failure)
+        yield "not yet", str(needed) + (
+            " clean calls more would show first-pass failures of at most %(max_failure .1%)s")
+    if not found.tally["floor_compared"]:
+        yield "not yet", "no second arm of size 1 says how much the model disagrees with itself"
+    elif found.shift.high > options.margin:
+        yield "not yet", (
+            "up to %(high points)s points more answers may differ than by the floor, after "
+            "%(batches)s calls; " + more_calls(found.excess, options.margin))
+    yield "safe", (
+        "first passes fail in at most %(failure_high .1%)s, answers differ by at most "
+        "%(high points)s points beyond the floor; %(cost)s")
+
+
+def decision_of(found: Comparison, data: Data, options: Settings) -> Tuple[str, str]:
+    """The decision on an arm's size, and why."""
+    words = Words(
+        data,
+        low=found.shift.low,
+        high=found.shift.high,
+        failure_high=found.rates.high,
+        batches=sum(found.excess.values()),
+        singles=found.singles,
+        single_failures=found.base.failures,
+        single_first=found.base.first,
+        max_failure=options.max_failure)
+    by_decision = itertools.groupby(reasons(found, options), operator.itemgetter(0))
+    decision, first = next(by_decision)
+    return decision, "; ".join(why % words for _, why in first)
 
 
 # ---- right answers, where the input has them ----
 
+def good_input(options: Settings) -> Iterator[Row]:
+    """The good rows of the input, if there is one."""
+    if options.input:
+        with contextlib.closing(Source(input_spec(options))) as source:
+            yield from (row for row in source.rows() if row.error is None)
+
+
 def gold_labels(options: Settings) -> Gold:
     """What the input itself says of its texts, by text; nothing without --gold-field."""
     gold: Gold = {}
-    bad = 0
     if not options.gold_field:
         return gold
     if not options.input:
         raise HarnessError("--gold-field is a field of the input; name that with --input")
-    spec = input_spec(options)._replace(id_field=options.gold_field)
-    with contextlib.closing(Source(spec)) as source:
-        for row in source.rows():
-            if row.error is not None:
-                bad += 1
-                continue
-            label = _source_value(row.key or "null")
-            if label not in (None, ""):
-                # what a file of text calls 1 is the label 1, too
-                spellings = (*comparable(label, ["answer"]), str(label))
-                gold[key_of(text_digest(row.text))] = spellings
+    for row in good_input(options._replace(id_field=options.gold_field)):
+        label = _source_value(row.key or "null")
+        if label not in (None, ""):
+            gold[key_of(text_digest(row.text))] = word_of(label)
     if not gold:
-        raise HarnessError(
-            "no row of %s has a text and a field %s (%d bad rows); check --gold-field and "
-            "--text-field" % (options.input, options.gold_field, bad))
+        raise HarnessError("no good row of %s has a field %s; check --gold-field and --text-field"
+                           % (options.input, options.gold_field))
     return gold
 
 
-def label_words(schema: Any) -> Dict[str, str]:
-    """The labels of a field by what comparable makes of them, as they are shown."""
-    words = {}
-    for label in labels_of(schema) or ():
-        shown = label
-        if not isinstance(label, str):
-            shown = encode(label)
-        words[comparable(label, ["answer"])[0]] = shown
-    return words
-
-
-def judged_field(fields: Mapping[str, Any], name: str) -> str:
+def judged_field(fields: Data, name: str) -> str:
     """The field that gold labels judge: that of their name, else the only one (with labels)."""
-    if name in fields:
-        return name
     labelled = [field for field in fields if labels_of(fields[field]) is not None]
-    for meant in (labelled, list(fields)):
-        if len(meant) == 1:
-            return meant[0]
-    raise HarnessError(
-        "--gold-field %s can mean %s of the task; give the column the name of the field it judges"
-        % (name, " or ".join(fields)))
+    meant = [field for field in fields if field == name] or labelled or list(fields)
+    if len(meant) > 1:
+        raise HarnessError("--gold-field %s can mean %s of the task; give the column the name of "
+                           "the field it judges" % (name, " or ".join(meant)))
+    return meant[0]
 
 
-def gold_data(found: Comparison, gold: Gold, name: str) -> Dict[str, Any]:
+def gold_data(found: Comparison, gold: Gold, name: str) -> Data:
     """How often an arm is right, and whether size 1 is so more often (McNemar's mid-p).
 
     Gold values that are no label of the field are left out, and counted.
     """
-    figures = found.figures
-    tally: Counter[str] = collections.Counter()
-    pairs: Counter[Tuple[str, str]] = collections.Counter()     # (right answer, answer)
-    field = judged_field(figures.fields, name)
-    place = list(figures.fields).index(field)
-    known = label_words(figures.fields[field])
-    for key, spellings in gold.items():
-        truth = [word for word in spellings if word in known or not known]
-        if not truth:
-            tally["unknown"] += 1
-        elif key in figures.answers:
-            answer = figures.answers[key][place]
-            pairs[truth[0], answer] += 1
-            tally["right"] += answer in truth
-            if key in found.base.answers:
-                single = found.base.answers[key][place]
-                tally["lost"] += single in truth and answer not in truth
-                tally["won"] += answer in truth and single not in truth
-    judged = sum(pairs.values())
+    fields = found.figures.fields
+    field = judged_field(fields, name)
+    place = list(fields).index(field)
+    labels = label_words(fields[field])
+    here, one, _ = found.answers
+    known = {key: word for key, word in gold.items() if word in labels or not labels}
+    judged = [key for key in known if key in here]
+    right = {key for key in judged if here[key][place] == known[key]}
+    single = {key for key in judged if key in one and one[key][place] == known[key]}
+    lost = len(single - right)
+    won = len((right - single) & set(one))
+    pairs = collections.Counter((known[key], here[key][place]) for key in judged)
     return {
-        "accuracy": share(tally["right"], judged), "judged": judged, "right": tally["right"],
-        "lost": tally["lost"], "won": tally["won"], "p": mcnemar(tally["lost"], tally["won"]),
-        "gold_unknown": tally["unknown"], "gold_confusion": {field: confusion(known, pairs)}}
+        "accuracy": share(len(right), len(judged)),
+        "judged": len(judged),
+        "right": len(right),
+        "lost": lost,
+        "won": won,
+        "p": mcnemar(lost, won),
+        "gold_unknown": len(gold) - len(known),
+        "gold_confusion": {field: confusion(labels, pairs)},
+    }
 
 
-def confusion(labels: Mapping[str, str], pairs: Mapping[Tuple[str, str], int]) -> Data:
+def label_words(schema: Any) -> List[str]:
+    """The labels of a field, if it has any, as word_of spells them."""
+    return list(map(word_of, labels_of(schema) or ()))
+
+
+def confusion(labels: Sequence[str], pairs: Mapping[Tuple[str, str], int]) -> Data:
     """What came, by what was to be expected: label -> label -> how often."""
-    return {labels[one]: {labels[other]: pairs.get((one, other), 0) for other in labels}
-            for one in labels}
+    return {one: {other: pairs.get((one, other), 0) for other in labels} for one in labels}
 
 
 # ---- an arm as data: what --json gives, and what text and page are made of ----
 
-def field_data(found: Comparison) -> Iterator[Tuple[str, Dict[str, Any]]]:
+def field_data(found: Comparison) -> Iterator[Tuple[str, Data]]:
     """How the answers to each field agree; where it has labels, how often each came for which."""
+    here, one, _ = found.answers
     for place, (name, schema) in enumerate(found.figures.fields.items()):
-        pairs = found.pairs(place)
+        pairs = collections.Counter((one[key][place], here[key][place]) for key in found.both)
         labels = label_words(schema)
-        same = sum(count for (one, other), count in pairs.items() if one == other)
+        same = sum(count for (left, right), count in pairs.items() if left == right)
         data: Dict[str, Any] = {
-            "agreement": share(same, len(found.both)), "labels": bool(labels), "kappa": None}
+            "agreement": share(same, len(found.both)),
+            "labels": bool(labels),
+            "kappa": None,
+        }
         if labels:
-            answers = found.figures.answers.values()
-            given = collections.Counter(answer[place] for answer in answers)
+            given = collections.Counter(answer[place] for answer in here.values())
             data["kappa"] = kappa(pairs)
-            data["given"] = {label: given[word] for word, label in labels.items()}
+            data["given"] = {label: given[label] for label in labels}
             data["confusion"] = confusion(labels, pairs)
         yield name, data
-
-
-def quantile(values: Sequence[int], part: float) -> Optional[int]:
-    """The value below which this part of the values lies."""
-    if not values:
-        return None
-    return sorted(values)[int(part * len(values))]
 
 
 def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     """An arm by the names that --json gives."""
     figures = found.figures
-    group = figures.group
-    decision, why = decision_of(found, options)
+    ms: List[Any] = sorted(figures.ms) or [None]
     data = {
-        **group._asdict(), "asked": figures.asked,
-        "model": group.model_string or figures.asked + " (not named by the endpoint)",
+        **figures.group._asdict(),
         **{name: getattr(figures, name) for name in COUNTS},
-        "items": figures.items, "fell_back": len(figures.fell_back),
-        "first_pass": share(figures.first_ok, figures.first),
-        "first_pass_low": 1 - found.rates.high, "first_pass_high": 1 - found.rates.low,
-        "calls_per_item": share(figures.calls, figures.items),
+        "asked": figures.asked,
+        "fell_back": len(figures.fell_back),
+        "first_pass_low": 1 - found.rates.high,
+        "first_pass_high": 1 - found.rates.low,
         "tokens_per_item": tokens_per_item(figures),
-        "ms_p50": quantile(figures.ms, 0.5), "ms_p95": quantile(figures.ms, 0.95),
-        "fields": dict(field_data(found)), "kappa": None, "cost": None,
-        "difference_low": None, "difference_high": None, "failed_items": figures.failed,
-        "differing_items": list(map(short_id, found.differing[:SHOWN_ITEMS])),
-        "verdicts": figures.verdicts, "normalised": figures.normalised,
-        "decision": decision, "why": why}
-    for name, place in (("agreement", "all"), ("floor", "floor"),
-                        ("agreement_reordered", "reordered")):
-        data[name] = share(*found.same(place))
-    data["same"], data["compared"] = found.same("all")
-    data["floor_same"], data["floor_compared"] = found.same("floor")
-    for half in ("first", "second"):
-        equal, count = found.same(half)
-        data["half_" + half] = share(count - equal, count)
+        "cost": saving(found),
+        "ms_p50": ms[len(ms) // 2],
+        "ms_p95": ms[int(0.95 * len(ms))],
+        "differing_items": found.differing[:SHOWN_ITEMS],
+        "difference_low": None,
+        "difference_high": None,
+        "fields": dict(field_data(found)),
+        "kappa": None,
+    }
+    for name, part, whole in SHARES:
+        data.setdefault(part, found.tally[part])
+        data.setdefault(whole, found.tally[whole])
+        data[name] = share(data[part], data[whole])
+    if found.excess:
+        data["difference_low"], data["difference_high"] = found.shift
     kappas = [field["kappa"] for field in data["fields"].values() if field["labels"]]
     if len(kappas) == 1:
         data["kappa"] = kappas[0]
-    if found.excess:
-        data["difference_low"], data["difference_high"] = found.shift
-    if found.base.first and group.size > 1:
-        data["cost"] = saving(found)
+    data["decision"], data["why"] = decision_of(found, data, options)
     return data
 
 
@@ -6127,45 +6101,36 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
     """Every arm as data, against the first arm of size 1 of its task, model and form."""
     datas = []
     for figures in arms:
-        like = figures.group._replace(ledger="", arm=None, size=1)
-        alike = [one for one in arms if one.group._replace(ledger="", arm=None) == like
-                 and one.first and one.fields]
+        alike = [one for one in arms if one.group.size == 1 and one.group[3:] == figures.group[3:]
+                 and one.first and one.fields and list(one.fields) == list(figures.fields)]
         found = Comparison(figures, alike)
-        datas.append(arm_data(found, options))
+        data = arm_data(found, options)
         if gold and figures.fields:
-            datas[-1].update(gold_data(found, gold, options.gold_field))
-    unknown = [data.get("gold_unknown", len(gold)) for data in datas]
-    if gold and datas and min(unknown) == len(gold):
-        raise HarnessError("no %s of %s is a label of a task on the ledger; check --gold-field" % (
-            options.gold_field, options.input))
+            data.update(gold_data(found, gold, options.gold_field))
+        datas.append(data)
+    differ = [name for name in ("ledger", "stage", "task", "model")
+              if len({data[name] for data in datas}) > 1]
     for data in datas:
-        data["label"] = arm_label(data, datas)
+        names = [data[name] for name in differ]
+        if data["arm"] is not None:
+            names.append("arm %d" % data["arm"])
+        data["label"] = ", ".join(names) or "run"
+        data["title"] = "%(label)s, size %(size)d" % data
     return datas
-
-
-def arm_label(data: Data, datas: Sequence[Data]) -> str:
-    """The short name of an arm: its number, and in what the arms differ otherwise."""
-    names = []
-    for word in ("ledger", "stage", "task", "model"):
-        if len({other[word] for other in datas}) > 1:
-            names.append(data[word])
-    if data["arm"] is not None:
-        names.append("arm %d" % data["arm"])
-    return ", ".join(names) or "run"
 
 
 # ---- data -> words: each member stands in one table, (label, needed member, words) ----
 
 OVERVIEW = (
-    ("arm", "label", "%(label short)s"),
-    ("size", "size", "%(size)s"),
-    ("form", "form", "%(form)s"),
-    ("calls", "calls", "%(calls)s"),
-    ("first pass", "first_pass", "%(first_pass share)s"),
-    ("agrees", "agreement", "%(agreement share)s"),
-    ("floor", "floor", "%(floor share)s"),
-    ("tok/item", "tokens_per_item", "%(tokens_per_item whole)s"),
-    ("decision", "decision", "%(decision)s"),
+    ("arm", "%(label)s"),
+    ("size", "%(size)s"),
+    ("form", "%(form)s"),
+    ("calls", "%(calls)s"),
+    ("first pass", "%(first_pass .1%)s"),
+    ("agrees", "%(agreement .1%)s"),
+    ("floor", "%(floor .1%)s"),
+    ("tok/item", "%(tokens_per_item .0f)s"),
+    ("decision", "%(decision)s"),
 )
 DETAILS = (
     ("decision", "decision", "%(decision)s: %(why)s"),
@@ -6173,7 +6138,7 @@ DETAILS = (
     ("task", "task", "%(task)s, stage %(stage)s, on %(ledger)s"),
     ("calls", "calls", "%(calls)s"),
     ("first pass ok", "calls", "%(first_ok of first)s full batches; between "
-     "%(first_pass_low share)s and %(first_pass_high share)s, however often one looks"),
+     "%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks"),
     ("rescued by retry", "retried", "%(rescued of retried)s"),
     ("fallbacks", "fallbacks", "%(fallbacks)s calls; items that fell back: %(fell_back of items)s"),
     ("items answered", "calls", "%(answered)s"),
@@ -6182,49 +6147,40 @@ DETAILS = (
     ("tokens unknown", "tokens_unknown", "for %(tokens_unknown of calls)s calls"),
     ("verdicts", "verdicts", "%(verdicts counts)s"),
     ("normalised", "normalised", "%(normalised counts)s"),
-    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered share)s of their "
+    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered .1%)s of their "
      "answers are as at size 1"),
-    ("an item costs", "items", "%(calls_per_item places)s calls, %(tokens_per_item whole)s tokens"),
+    ("an item costs", "items", "%(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens"),
     ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
     ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
      "%(floor_same of floor_compared)s"),
     ("by field", "compared", "%(fields agreements)s"),
     ("agrees with gold", "judged", "%(right of judged)s answers; against size 1 it lost %(lost)s "
-     "right ones and won %(won)s (p %(p digits)s)"),
+     "right ones and won %(won)s (p %(p .3g)s)"),
     ("no gold label", "gold_unknown", "%(gold_unknown)s gold values are no label and left out"),
-    ("differing answers", "half_first", "%(half_first share)s in the first half of the prompt, "
-     "%(half_second share)s in the second"),
+    ("differing answers", "half_first", "%(half_first .1%)s in the first half of the prompt, "
+     "%(half_second .1%)s in the second"),
     ("would cost", "cost", "%(cost)s"),
     ("repeated rows", "repeated", "%(repeated)s, not counted"),
 )
-RUNS = (
-    ("instruction", "instruction", "%(instruction)s"),
-    ("fields", "fields", "%(fields json)s"),
-    ("date", "at", "%(at)s, run %(run)s"),
-    ("input", "input", "%(input)s: %(rows)s rows, %(items)s items"),
-    ("model", "model", "%(model)s at %(host)s; request %(params json)s"),
-    ("sizes", "sizes", "%(sizes)s"),
-    ("task", "fingerprint", "%(fingerprint)s, stage %(stage)s"),
-)
-
-
+ASKED = ("instruction", "fields", "at", "run", "input", "rows", "items", "model", "host", "params",
+         "arms", "batch_size", "fingerprint", "stage")
+EXPLAINED = (                           # of a row of the ledger about an item, by its own names
+    "outcome", "target", "verdict", "meaning", "detail", "answer", "attempt", "fallback", "size",
+    "batch_id", "model_string", "asked", "missing", "extra", "normalised", "params", "kind",
+    "status", "finish", "prompt", "reply")
+AGREES = {True: " %(agreement .1%)s (kappa %(kappa .2f)s)",
+          False: " %(agreement .1%)s (free text: to differ is no error)"}
 FORMS: Dict[str, Callable[[Any], str]] = {
-    "share": lambda value: "%.1f %%" % (100 * value),
-    "places": lambda value: "%.2f" % value,
-    "digits": lambda value: "%.3g" % value,
-    "whole": lambda value: "%.0f" % value,
-    "short": lambda label: label.replace("arm ", "", 1),
+    "points": lambda value: "%.1f" % (100 * value),
+    "few": lambda names: ", ".join(names[:3]) or "texts that vary anyway",
     "counts": as_counts,
-    "json": encode,
     "agreements": lambda fields: ", ".join(
-        name + (" %(agreement share)s (kappa %(kappa places)s)" if field["labels"] else
-                " %(agreement share)s (free text: to differ is no error)") % Words(field)
-        for name, field in fields.items()),
+        name + AGREES[field["labels"]] % Words(field) for name, field in fields.items()),
 }
 
 
 class Words(Dict[str, Any]):
-    """Members as templates ask for them: %(floor share)s, %(first_ok of first)s."""
+    """Members as templates ask for them: %(floor .1%)s, %(first_ok of first)s."""
 
     def __missing__(self, wanted: str) -> str:
         member, _, form = wanted.partition(" ")
@@ -6233,10 +6189,13 @@ class Words(Dict[str, Any]):
         value = self.get(member)
         if value is None:
             return "-"
-        return FORMS[form](value)
+        if form in FORMS:
+            return FORMS[form](value)
+        return format(value, form).replace("%", " %")
 
 
-def described(table: Sequence[Tuple[str, str, str]], data: Data) -> Iterator[Tuple[str, str]]:
+def described(table: Sequence[Tuple[str, str, str]],
+              data: Data) -> Lines:
     """What is to be said of some data: (label, words); nothing of what is not there, or 0."""
     for label, needed, words in table:
         value = data.get(needed)
@@ -6244,246 +6203,200 @@ def described(table: Sequence[Tuple[str, str, str]], data: Data) -> Iterator[Tup
             yield label, words % Words(data)
 
 
-def overview(datas: Sequence[Data]) -> List[List[str]]:
-    """An arm a line, below a line of headings."""
-    rows = [[words % Words(data) for _, _, words in OVERVIEW] for data in datas]
-    return [[label for label, _, _ in OVERVIEW], *rows]
+def members(names: Iterable[str], data: Data) -> Lines:
+    """Some members of a row as (name, words), as far as they are there."""
+    for name in names:
+        value = data.get(name)
+        if not isinstance(value, str):
+            value = encode(value)
+        if value not in ("null", ""):
+            yield name, value
 
 
-Bar = Tuple[str, str, int, float]                       # whose, label, how often, its share
+Section = Tuple[str, Sequence[str], Sequence[Sequence[Any]]]    # title, headings, rows
 
 
-def label_bars(datas: Sequence[Data]) -> Iterator[Bar]:
-    """How often each arm gave each label, the most frequent ones."""
+def sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
+    """What text and page show: an arm a line, the labels given, all figures, what else to know."""
+    yield "an arm a line", [label for label, _ in OVERVIEW], [
+        [words % Words(data) for _, words in OVERVIEW] for data in datas]
     for data in datas:
         for name, field in data["fields"].items():
-            given = collections.Counter(field.get("given", {}))
-            whose = "%s, size %d: %s" % (data["label"], data["size"], name)
-            for label, count in given.most_common(SHOWN_LABELS):
-                yield whose, label, count, share(count, sum(given.values())) or 0.0
+            bars = list(label_bars(field.get("given", {})))
+            yield "%s: %s" % (data["title"], name), (), bars
+    for data in datas:
+        yield data["title"], (), list(described(DETAILS, data))
+    yield "to be known", (), [[note] for note in notes(reading)]
+
+
+def page_sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
+    """What the page alone shows: which label came, for that of size 1 or gold; what was asked."""
+    for data in datas:
+        met = {name: field["confusion"] for name, field in data["fields"].items()
+               if data["compared"] and field["labels"]}
+        for expected, tables in (("size 1", met), ("gold", data.get("gold_confusion", {}))):
+            for name, table in tables.items():
+                rows = [(label, *row.values()) for label, row in table.items()]
+                title = "%s: answers to %s, by %s" % (data["title"], name, expected)
+                yield title, (expected, *table), rows
+    for run in reading.runs.values():
+        yield "what was asked", (), list(members(ASKED, {**run["task"], **run}))
+
+
+def label_bars(given: Mapping[str, int]) -> Iterator[Sequence[str]]:
+    """How often each label was given, the most frequent ones, as bars."""
+    total = sum(given.values())
+    for label, count in collections.Counter(given).most_common(SHOWN_LABELS):
+        yield label[:24], "#" * math.ceil(20 * count / max(1, total)), rate(count, total)
 
 
 def notes(reading: Reading) -> Iterator[str]:
     """What else a reader of the figures must know."""
-    yield from change_lines(reading.changes)
+    if not reading.groups:
+        yield "no replies on this ledger: first pass ok " + rate(0, 0)
+    for change in reading.changes[:MAX_REPORTED]:           # --json names all of them
+        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s "
+               "of %(ledger)s on (%(at)s)" % change)
     if +reading.failures:
         yield "calls without a reply: " + as_counts(+reading.failures)
-    for faults, words in (
-            (reading.damaged, "damaged lines, skipped"),
-            (reading.broken,
-             "lines that do not follow the one before (edited, removed or repeated)")):
-        for path, numbers in faults.items():
-            if numbers:
-                yield "%s: %s (%s)" % (words, ", ".join(map(str, numbers[:MAX_REPORTED])), path)
+    for path, log in reading.logs.items():
+        if log.damaged:
+            yield "damaged lines, skipped: %s (%s)" % (some_of(log.damaged), path)
+        if log.broken:
+            yield BROKEN % (some_of(log.broken), path)
+
+
+BROKEN = "lines that do not follow the one before (edited, removed or repeated): %s (%s)"
+
+
+def some_of(numbers: Sequence[int]) -> str:
+    """The first of some line numbers, for a message."""
+    return ", ".join(map(str, numbers[:MAX_REPORTED]))
 
 
 # ---- words -> text ----
 
-def padded(text: str, width: int) -> str:
-    """A text filled up to so many columns; East Asian letters take two."""
+def columns_of(text: str) -> int:
+    """How many columns of a terminal a text takes; East Asian letters take two."""
     import unicodedata
     wide = sum(unicodedata.east_asian_width(letter) in "WF" for letter in text)
-    return text + " " * (width - len(text) - wide)
+    return len(text) + wide
 
 
-def table_lines(rows: Sequence[Sequence[str]], width: int) -> Iterator[str]:
-    """Rows below their headings in columns; where that is too wide, each row as a list."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    if not width or sum(widths) + 2 * len(widths) - 2 < width:
-        for row in rows:
-            yield "  ".join(map(padded, row, widths)).rstrip()
-        return
-    for row in rows[1:]:
-        for label, cell in zip(rows[0], row):
-            yield "%-10s %s" % (label, cell)
-        yield ""
-
-
-def bar_lines(datas: Sequence[Data], width: int) -> Iterator[str]:
-    """How often each arm gave each label, as bars."""
-    bars = list(label_bars(datas))
-    names = max([len(label) for _, label, *_ in bars], default=0)
-    names = min(names, 24)
-    room = max(4, min(40, (width or 80) - names - 24))
-    for whose, group in itertools.groupby(bars, operator.itemgetter(0)):
-        yield whose
-        for _, label, count, part in group:
-            bar = ("#" * math.ceil(part * room)).ljust(room)
-            yield "  %s  %s  %d (%.1f %%)" % (padded(label[:24], names), bar, count, 100 * part)
+def print_section(section: Section, out: Speaker) -> None:
+    """Print a table below its title, in columns."""
+    title, head, rows = section
+    lines = [row for row in (head, *rows) if row]
+    widths = [max(map(columns_of, column)) for column in zip(*lines)]
+    if rows:
+        out(title + ":")
+        for row in lines:
+            cells = [cell + " " * (width - columns_of(cell)) for cell, width in zip(row, widths)]
+            out("  " + "  ".join(cells).rstrip())
+        out("")
 
 
 # ---- words -> page ----
 
-PAGE = string.Template("""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>$title</title><style>
-:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --mark: #0a5bbd;
- --soft: #fff3d6 }
+PAGE = string.Template("""<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"/><title>batch_harness: report</title>
+<meta name="viewport" content="width=device-width, initial-scale=1"/><style>
+:root { color-scheme: light dark; --ink: #1c1c1e; --paper: #fff; --line: #c8c8cc; --soft: #fff3d6 }
 @media (prefers-color-scheme: dark) {
- :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --mark: #7db8ff; --soft: #3a3016 } }
+ :root { --ink: #ececf0; --paper: #16161a; --line: #4a4a52; --soft: #3a3016 } }
 body { font: 16px/1.45 system-ui, sans-serif; color: var(--ink); background: var(--paper);
  margin: 1rem auto; max-width: 64rem; padding: 0 1rem; overflow-wrap: break-word }
 h1 { font-size: 1.4rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-div { overflow-x: auto } table { border-collapse: collapse; font-size: .9rem }
+div { overflow-x: auto }
+table { border-collapse: collapse; font-size: .9rem }
 th, td { border-bottom: 1px solid var(--line); padding: .25rem .6rem; text-align: left;
  vertical-align: top; min-width: 3rem; max-width: 40rem; white-space: pre-wrap }
-tr.mark { background: var(--soft) }
-meter { width: 8rem; margin-right: .5rem }
+td[title=""]:first-child { opacity: .7 }
+.marked { background: var(--soft) }
+h2::first-letter { text-transform: uppercase }
 @media (max-width: 40rem) {
- .cards tr { display: block; border-bottom: 2px solid var(--line); padding: .3rem 0 }
- .cards th { display: none } .cards td { display: flex; border: 0; padding: .1rem .4rem }
- td { overflow-wrap: anywhere }
- .cards td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 } }
-</style></head><body><h1>$title</h1>
+ th { display: none }
+ tr { display: block; border-bottom: 2px solid var(--line); padding: .3rem 0 }
+ td { display: flex; border: 0; padding: .1rem .4rem; overflow-wrap: anywhere }
+ td::before { content: attr(title); flex: 0 0 6.5rem; opacity: .7 }
+ td[title=""]::before { content: none } }
+</style></head><body><h1>batch_harness: report</h1>
 <p>Whether an id is right, the program proves; whether an answer is right, a person must judge.</p>
 $body
 </body></html>
 """)
+TABLE = "<h2>%s</h2>\n<div><table>%s</table></div>"
+INSPECTED = ("Texts and their answers, to be read by a person; "
+             "marked: otherwise than at size 1, or in quarantine")
 
 
-def escaped(value: Any) -> str:
-    """A value as it may stand in a page; a share, in front of its words, is a bar."""
+def escaped(text: Any) -> str:
+    """A text as it may stand in a page."""
     import html
-    if isinstance(value, tuple):
-        return '<meter value="%.3f"></meter>%s' % (value[0], escaped(value[1]))
-    if value is None:
-        value = "-"
-    return html.escape(CONTROLS.sub("?", str(value)))
+    return html.escape(CONTROLS.sub("?", str(text)))
 
 
-def as_table(title: str, rows: Sequence[Sequence[Any]], marked: int = 0, kind: str = "") -> str:
-    """A table below its title, the first row its headings, the next ones marked; "" of no rows."""
-    if len(rows) < 2:
-        return ""
-    lines = ["<tr>%s</tr>" % "".join("<th>%s</th>" % escaped(name) for name in rows[0])]
-    for place, row in enumerate(rows[1:]):
+def as_table(title: str, head: Sequence[str], rows: Sequence[Sequence[Any]],
+             marked: int = 0) -> str:
+    """A table below its title, its first rows marked; "" of no rows."""
+    lines = []
+    if head:
+        lines.append("<tr><th>%s</th></tr>" % "</th><th>".join(map(escaped, head)))
+    for place, row in enumerate(rows):
+        kind = ""
+        if place < marked:
+            kind = ' class="marked"'
         cells = ['<td title="%s">%s</td>' % (escaped(name), escaped(cell))
-                 for name, cell in zip(rows[0], row)]
-        mark = ' class="mark"' if place < marked else ""
-        lines.append("<tr%s>%s</tr>" % (mark, "".join(cells)))
-    return '<h2>%s</h2>\n<div class="%s"><table>%s</table></div>' % (
-        escaped(title), kind, "\n".join(lines))
+                 for name, cell in itertools.zip_longest(head, row, fillvalue="")]
+        lines.append("<tr%s>%s</tr>" % (kind, "".join(cells)))
+    if not rows:
+        return ""
+    return TABLE % (escaped(title), "\n".join(lines))
 
 
 def page_of(datas: Sequence[Data], reading: Reading, inspected: str) -> str:
     """The report as one page that needs no network and no script.  All from outside is escaped."""
-    parts = [as_table("An arm a line", overview(datas), kind="cards")]
-    for data in datas:
-        parts.append("<p><b>%s, size %d: %s.</b> %s</p>" % (
-            escaped(data["label"]), data["size"], escaped(data["decision"]), escaped(data["why"])))
-    parts += ["<p>%s</p>" % escaped(words) for words in notes(reading)]
-    bars = [(whose, label, (part, "%d (%.1f %%)" % (count, 100 * part)))
-            for whose, label, count, part in label_bars(datas)]
-    head = ("arm and field", "label", "answers")
-    parts.append(as_table("Labels given", [head, *bars], 0, "cards"))
+    parts = [as_table(*section) for section in sections(datas, reading)]
     parts.append(inspected)
-    for data in datas:
-        parts += confusion_tables(data)
-    for data in datas:
-        title = "%s, size %d in full" % (data["label"], data["size"])
-        parts.append(as_table(title, [("what", "figures"), *described(DETAILS, data)]))
-    for run in reading.runs.values():
-        sizes = encode(run.get("arms") or run.get("batch_size"))
-        asked = {**run["task"], **run, "sizes": sizes}
-        parts.append(as_table("What was asked", [("what", "words"), *described(RUNS, asked)]))
-    models = ", ".join(sorted({data["model"] for data in datas})) or "no replies"
-    return PAGE.substitute(title=escaped("batch_harness: " + models), body="\n".join(parts))
-
-
-def confusion_tables(data: Data) -> Iterator[str]:
-    """Of each field with labels: what an arm answered, by the right answer, or that of size 1."""
-    tables = {name: field["confusion"] for name, field in data["fields"].items()
-              if data["compared"] and field["labels"]}
-    expected = "size 1"
-    if data.get("judged"):
-        tables = data["gold_confusion"]
-        expected = "gold"
-    for name, rows in tables.items():
-        yield as_table(
-            "%s, size %d: answers to %s, by %s" % (data["label"], data["size"], name, expected),
-            [(expected, *rows), *[(label, *row.values()) for label, row in rows.items()]])
-
-
-def texts_of(options: Settings) -> Iterator[Tuple[int, str]]:
-    """The texts of the input, if there is one, by key_of(digest)."""
-    if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
-            for row in source.rows():
-                yield key_of(text_digest(row.text)), row.text
+    parts += [as_table(*section) for section in page_sections(datas, reading)]
+    return PAGE.substitute(body="\n".join(parts))
 
 
 def inspection(options: Settings, reading: Reading, datas: Sequence[Data], gold: Gold) -> str:
-    """As tables: answers beside their texts, those that differ in front, and the quarantine."""
-    differing = {name for data in datas for name in data["differing_items"]}
-    held = list(reading.held)[:SHOWN_ITEMS]
-    keys = {key_of(place[3]) for place in held}
-    texts: Dict[int, str] = {}
-    marked: Dict[int, str] = {}
-    first: Dict[int, str] = {}
-    for key, text in texts_of(options):
-        if short_id(key) in differing:
-            marked[key] = text
-        elif len(first) < SHOWN_ITEMS and any(
-                key in figures.answers for figures in reading.groups.values()):
-            first[key] = text
-        if key in keys:
-            texts[key] = text
-    answers, last = raw_answers(reading, {*marked, *first}, set(held))
-    arms = [figures.group for figures in reading.arms()]
-    rows = [["item", "text", *["%s, size %d" % (data["label"], data["size"]) for data in datas]]]
-    for key, text in [*marked.items(), *first.items()]:
-        rows.append([short_id(key), text, *[answers.get((group, key), "-") for group in arms]])
-        if gold:
-            rows[-1].insert(2, gold.get(key, ("-",))[-1])
+    """Answers beside their texts as a table; in front what differs, and what is in quarantine."""
+    front = {name for data in datas for name in data["differing_items"]}
+    front.update(place[3][:ID_LENGTH] for place in list(reading.held)[:SHOWN_ITEMS])
+    marked: Dict[str, List[str]] = {}           # rows by their item
+    others: Dict[str, List[str]] = {}
+    arms = [figures.answers for figures in reading.arms()]
+    columns = [*arms]
+    head = ["item", "text", *[data["title"] for data in datas]]
     if gold:
-        rows[0].insert(2, "gold")
-    quarantine = [("item", "text", "verdict", "detail", "reply")]
-    for place in held:
-        key = key_of(place[3])
-        row = last.get(place, {})
-        quarantine.append((short_id(key), texts.get(key, "-"), row.get("verdict", "-"),
-                           row.get("detail", "-"), row.get("reply", "-")))
-    title = "Texts and their answers, to be read by a person; marked: otherwise than at size 1"
-    return as_table(title, rows, len(marked), "cards") + as_table(
-        "Quarantined items and their last replies", quarantine, kind="cards")
+        columns.insert(0, {key: (word,) for key, word in gold.items()})
+        head.insert(2, "gold")
+    for row in good_input(options):
+        key = key_of(text_digest(row.text))
+        name = short_id(key)
+        cells = [name, row.text, *["; ".join(column.get(key, ["-"])) for column in columns]]
+        if name in front:
+            marked[name] = cells
+        elif len(others) < SHOWN_ITEMS and any(key in answers for answers in arms):
+            others[name] = cells
+    return as_table(INSPECTED, head, [*marked.values(), *others.values()], len(marked))
 
 
-def raw_answers(reading: Reading, keys: Set[int], held: Set[Place]) -> Tuple[
-        Dict[Tuple[Group, int], str], Dict[Place, Mapping[str, Any]]]:
-    """From a second pass: answers to some texts as they were given, and rows of others' last replies."""
-    answers: Dict[Tuple[Group, int], str] = {}
-    last: Dict[Place, Mapping[str, Any]] = {}
-
-    def take(ledger: str, row: Mapping[str, Any]) -> None:
-        if row["event"] != "attempt":
-            return
-        for sha, name in zip(row.get("text_sha", ()), row["batch"]):
-            place = (ledger, row["task"], row.get("arm"), sha)
-            if row["verdict"] == "ok" and key_of(sha) in keys:
-                answer = encode(row["answers"][name])
-                answers.setdefault((reading.group_of(ledger, row), key_of(sha)), answer)
-            elif place in held:
-                last[place] = row
-
-    for ledger in {group.ledger for group in reading.groups}:
-        for row in Log(ledger):
-            take(ledger, row)
-    return answers, last
-
+# ---- the command ----
 
 def each_once(paths: Iterable[str]) -> List[str]:
     """The paths, each file once: a ledger would pass for its own repetition."""
-    files: Dict[str, str] = {}
-    for path in paths:
-        files.setdefault(os.path.realpath(path), path)
-    return list(files.values())
+    return list({os.path.realpath(path): path for path in paths}.values())
 
 
 def check_page(path: str) -> None:
     """Refuse to write over what is no page."""
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            if not PAGE.template.encode("ascii").startswith(file.read(15) or b"<"):
+            if file.read(9).lower() not in (b"<!doctype", b""):
                 raise HarnessError("--html %s exists and is no page; name another file" % path)
 
 
@@ -6502,803 +6415,754 @@ def command_report(options: Settings, say: Speaker, out: Speaker) -> int:
         page = page_of(datas, reading, inspection(options, reading, datas, gold))
         data = page.encode("utf-8", "backslashreplace")
         write_whole(options.html, lambda file: file.write(data), "--html")
-    broken = {path: numbers for path, numbers in reading.broken.items() if numbers}
+        say("the page is in %s" % options.html)
+    broken = {path: log.broken for path, log in reading.logs.items() if log.broken}
     if options.json:
-        lines = [number for numbers in reading.damaged.values() for number in numbers]
+        damaged = [number for log in reading.logs.values() for number in log.damaged]
         out(json.dumps({"arms": datas, "model_changes": reading.changes,
-                        "failures": +reading.failures, "damaged_lines": lines,
+                        "failures": +reading.failures, "damaged_lines": damaged,
                         "broken_lines": broken}, indent=1), wrap=False)
     else:
-        print_report(datas, reading, out)
-        if options.html:
-            say("the page is in %s" % options.html)
+        for section in sections(datas, reading):
+            print_section(section, out)
     wanted = {data["decision"] for data in datas if data["size"] == options.fail_unless_safe}
-    if not options.fail_unless_safe or (wanted == {"safe"} and not broken):
+    if broken:
+        wanted.add("its ledger was edited")
+    if not options.fail_unless_safe or wanted == {"safe"}:
         return DONE
     found = ", ".join(sorted(wanted)) or "no such arm"
-    if broken and wanted:
-        found = "its ledger was edited"
     say("size %d is not shown to be safe: %s" % (options.fail_unless_safe, found))
     return QUARANTINED_LEFT
 
 
-def print_report(datas: Sequence[Data], reading: Reading, out: Speaker) -> None:
-    """Print an arm a line, the labels given, the details, and what else is to be known."""
-    if not datas:
-        out("no replies on this ledger: first pass ok %s" % rate(0, 0))
-    else:
-        out("\n".join(table_lines(overview(datas), out.width)), wrap=False)
-    for line in bar_lines(datas, out.width):
-        out(line, wrap=False)
-    for data in datas:
-        out("\n%s, size %d:" % (data["label"], data["size"]))
-        for row in described(DETAILS, data):
-            out("  %-18s %s" % row)
-    for words in notes(reading):
-        out(words)
+# ---- one item ----
 
+def item_meant(path: str, wanted: str) -> Set[str]:
+    """The item that a person means by its id, the beginning of one, or a key of their own.
 
-def change_lines(changes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Where the model behind a name changed, in words."""
-    for change in changes[:MAX_REPORTED]:
-        yield ("the model changed: %(asked)s was %(before)s, and is %(after)s from line %(line)s "
-               "of %(ledger)s on (%(at)s)" % change)
-    if len(changes) > MAX_REPORTED:
-        yield "%d more changes of the model" % (len(changes) - MAX_REPORTED)
-
-
-Touching = Tuple[int, Dict[str, Any]]                           # the number of a ledger line and its row
-
-
-def rows_about(path: str, wanted: str) -> Tuple[str, List[Touching], Dict[str, Dict[str, Any]]]:
-    """The item that a person means by an id, the beginning of one (4 digits or more) or a key of their own, as (id, the
-    rows that touched it, the run rows by run).  HarnessError when it is none, or more than one.
+    It may stand on a ledger under ids of several lengths.
     """
-    names: Dict[str, None] = {}                                 # an ordered set
-    touching: List[Touching] = []
-    runs: Dict[str, Dict[str, Any]] = {}
-
+    names: Set[str] = set()
     for row in Log(path):
         batch = row.get("batch", ())
-        for name, key in zip(batch, row.get("sources") or [None] * len(batch)):
-            own = key is not None and wanted in (str(key), encode(key))
-            if own or (len(wanted) > 3 and name.startswith(wanted.lower())):
-                names[name] = None
-    found = [name for name in names if name == wanted] or list(names)
-    if len({name[:min(map(len, found))] for name in found}) == 1:       # one text, under ids of several lengths
-        found = [max(found, key=len)]
-    if not found:
-        raise HarnessError("%s names no item on %s; give an id, the beginning of one (4 digits or more), or your own "
-                           "key of the first row with the text" % (shown(wanted), path))
-    if len(found) > 1:
-        raise HarnessError("%s names %d items on %s; choose one of %s" % (
-            shown(wanted), len(found), path, ", ".join(found[:MAX_REPORTED])))
-    log = Log(path)
-    for row in log:
-        if row["event"] == "run":
-            runs[row["run"]] = row
-        named = row.get("batch") or [name for word in OUTCOMES for name in row.get(word, ())]
-        if any(found[0].startswith(name) or name.startswith(found[0]) for name in named):
-            touching.append((log.number, row))
-    return found[0], touching, runs
+        for name, key in zip(batch, row.get("sources", batch)):
+            begun = len(wanted) > 3 and name.startswith(wanted.lower())
+            if begun or wanted in (str(key), encode(key)):
+                names.add(name)
+    length = min(map(len, names), default=0)
+    items = sorted({name[:length] for name in names})
+    if len(items) == 1:
+        return names
+    raise HarnessError(
+        "%s names %d items on %s (%s); give an id, the beginning of one (4 digits or more), or "
+        "your own key of the first row with the text" % (
+            shown(wanted), len(items), path, ", ".join(items[:MAX_REPORTED]) or "none"))
 
 
 def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Defend one row: its text, every attempt that touched it, the prompts proved by hash, and where it stands."""
-    name, touching, runs = rows_about(options.ledger, options.id)
-    wanted = {other for _, row in touching for other in row.get("batch", ())}
-    texts: Dict[str, Item] = {}
-    if options.input:
-        with contextlib.closing(Source(input_spec(options))) as source:
-            for entry in source.rows():
-                if entry.error is None:
-                    item = Item(entry.text, entry.key, len(name))
-                    texts.update({item.id: item} if item.id in wanted and item.id not in texts else {})
-    absent = "(the input no longer holds it)" if options.input else "(give --input to see it)"
-    out("item %s, text: %s" % (name, texts[name].text if name in texts else absent), wrap=False)
-    settled: List[str] = []
+    """Defend one row: its text, all that touched it, the prompts proved by hash, how it stands."""
+    names = item_meant(options.ledger, options.id)
+    name = max(names, key=len)
+    runs: Dict[str, Data] = {}
+    touching: List[Tuple[int, Dict[str, Any]]] = []             # (line, row)
+    log = Log(options.ledger)
+    for row in log:
+        if row["event"] == "run":
+            runs[row["run"]] = row
+        elif any(not names.isdisjoint(row.get(word, ())) for word in ("batch", *OUTCOMES)):
+            touching.append((log.number, row))
+    batches = {one for _, row in touching for one in row.get("batch", ())}
+    items = (Item(entry.text, entry.key, len(name)) for entry in good_input(options))
+    texts = {item.id: item for item in items if item.id in batches}
+    text = "(give the --input that holds it)"
+    if name in texts:
+        text = texts[name].text
+    out("item %s, text: %s" % (name, text), wrap=False)
+    stands = "pending: no attempt has settled it"
     for number, row in touching:
-        if row["event"] == "apply":
-            outcomes = [word for word in OUTCOMES if any(name.startswith(one) for one in row.get(word, ()))]
-            outcomes += [str(why) for one, why in row.get("why", {}).items() if name.startswith(one)]
-            out("\nline %d, %s, %s: %s" % (number, row.get("at"), row["target"], ", ".join(outcomes)))
-            continue
-        arm = "" if row.get("arm") is None else ", arm %s of a trial" % row["arm"]
-        out("\nline %d, %s, %s of run %s, batch %s%s" % (
-            number, row.get("at"), row["event"], row.get("run"), row.get("batch_id"), arm))
-        for word, words in attempt_words(row, name, runs, texts) if row["event"] == "attempt" else [
-                (row.get("verdict", "no reply"), str(row.get("detail", "")))]:
-            out("  %-12s %s" % (word, words.replace("\n", "\n" + " " * 15)), wrap=False)
-        if row.get("verdict") == "ok" or "quarantined" in row:
-            settled.append("%s in line %d%s" % ("answered" if row["verdict"] == "ok" else "quarantined", number, arm))
-    out("\nwhere it stands: " + ("; then ".join(settled) or "pending: no attempt has settled it"))
+        where = "line %d" % number
+        if "arm" in row:
+            where += ", arm %s of a trial" % row["arm"]
+        out("\n%s, %s, %s of run %s" % (where, row.get("at"), row["event"], row.get("run")))
+        for line in explained(row, names, runs.get(row.get("run", ""), {}), texts):
+            out(("  %-12s %s" % line).replace("\n", "\n" + " " * 15), wrap=False)
+        if "answers" in row:
+            stands = "answered in " + where
+        elif "quarantined" in row:
+            stands = "quarantined in " + where
+    out("\nwhere it stands: " + stands)
     return DONE
 
 
-def attempt_words(row: Mapping[str, Any], name: str, runs: Mapping[str, Mapping[str, Any]],
-                  texts: Mapping[str, Item]) -> Iterator[Tuple[str, str]]:
-    """One attempt, in words about one of its items."""
-    run = runs.get(row["run"], {})
-    why = ", made because their batch had failed" if row["fallback"] else ""
-    yield "attempt", "number %d on these %d items, at size %d%s" % (row["attempt"], len(row["batch"]), row["size"], why)
-    yield "model", "%s (asked for: %s)" % (row.get("model_string") or "not named by the endpoint", run.get("model"))
-    yield "verdict", "%s: %s" % (row["verdict"], VERDICTS[row["verdict"]])
-    if row["verdict"] == "ok":
-        own = next(one for one in row["batch"] if one.startswith(name) or name.startswith(one))
-        yield "answer", encode(row["answers"][own])
-    for word in ("detail", "missing", "extra", "normalised", "params", "finish"):
-        if word in row:
-            yield word, row[word] if isinstance(row[word], str) else encode(row[word])
-    yield "prompt", rebuilt_prompt(row, run, texts)
-    yield "reply", str(row.get("reply"))
+def explained(row: Data, names: Set[str], run: Data,
+              texts: Mapping[str, Item]) -> Lines:
+    """What one row says about an item, as (member, words)."""
+    outcomes = [word for word in OUTCOMES if not names.isdisjoint(row.get(word, ()))]
+    outcomes += [str(why) for name, why in row.get("why", {}).items() if name in names]
+    data = {**row, "outcome": ", ".join(outcomes), "asked": run.get("model"),
+            "meaning": VERDICTS.get(row.get("verdict", ""))}
+    for _, name, answer in answers_of(row):
+        if name in names:
+            data["answer"] = encode(answer)
+    if "prompt_sha" in row:
+        data["prompt"] = rebuilt_prompt(row, run, texts)
+    return members(EXPLAINED, data)
 
 
-def rebuilt_prompt(row: Mapping[str, Any], run: Mapping[str, Any], texts: Mapping[str, Item]) -> str:
+def rebuilt_prompt(row: Data, run: Data, texts: Mapping[str, Item]) -> str:
     """The prompt of an attempt, proved by the hash on its row; or why it cannot be shown."""
     gone = [name for name in row["batch"] if name not in texts]
     if gone:
-        return "cannot be rebuilt without the texts of %s; give the --input they were read from" % ", ".join(gone)
+        return ("cannot be rebuilt without the texts of %s; give the --input they were read from"
+                % ", ".join(gone))
     try:
-        prompt = build_prompt([texts[name] for name in row["batch"]], load_task(run.get("task", {}), row["form"]))
+        task = load_task(run.get("task", {}), row["form"])
     except HarnessError as error:
         return "cannot be rebuilt: %s" % error
-    same = prompt_digest(prompt) == row.get("prompt_sha")
-    proof = "as it was sent (its hash agrees):" if same else "NOT as it was sent (its hash is another):"
-    return "%s\n%s" % (proof, prompt)
+    prompt = build_prompt([texts[name] for name in row["batch"]], task)
+    proof = "NOT as it was sent (its hash is another):"
+    if prompt_digest(prompt) == row["prompt_sha"]:
+        proof = "as it was sent (its hash agrees):"
+    return proof + "\n" + prompt
 
+
+# ---- every row of the input, with its answer ----
 
 def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optional[str]) -> Task:
     """The task whose answers to take; HarnessError names all of them where more than one fits."""
     tasks: Dict[str, Task] = {}
     answered: Counter[str] = collections.Counter()
-    for row in itertools.chain.from_iterable(map(Log, paths)):
-        if row["event"] == "run":
-            with contextlib.suppress(HarnessError):         # a row that was edited by hand
-                tasks[row["fingerprint"]] = load_task(row["task"], row["form"])._replace(fingerprint=row["fingerprint"])
-        elif row["event"] == "attempt" and row.get("arm") is None:          # a trial's answers are for comparison
-            answered[row["task"]] += len(row.get("answers", ()))
-    fitting = [t for t in tasks.values() if stage in (None, t.stage) and fingerprint in (None, t.fingerprint)]
-    fitting = [t for t in fitting if answered[t.fingerprint]] or fitting
-    if len(fitting) != 1:
-        named = ["%s (stage %s, %d answers, %s)" % (name, t.stage, answered[name], shown(t.instruction, 40))
-                 for name, t in tasks.items()]
-        raise HarnessError("%s task of %s fits; it holds %s: choose with --stage or --fingerprint"
-                           % ("more than one" if fitting else "no", ", ".join(paths), ", ".join(named) or "no run"))
-    return fitting[0]
+    for path in paths:
+        for row in Log(path):
+            if row["event"] == "run":
+                with contextlib.suppress(HarnessError):         # a row that was edited by hand
+                    task = load_task(row["task"], row["form"])
+                    tasks[row["fingerprint"]] = task._replace(fingerprint=row["fingerprint"])
+            elif row["event"] == "attempt" and row.get("arm") is None:      # a trial's do not count
+                answered[row["task"]] += len(row.get("answers", ()))
+    fits = [task for task in tasks.values()
+            if stage in (None, task.stage) and fingerprint in (None, task.fingerprint)]
+    fits = [task for task in fits if answered[task.fingerprint]] or fits
+    if len(fits) == 1:
+        return fits[0]
+    named = ["%s (stage %s, %d answers, %s)" % (
+        name, task.stage, answered[name], shown(task.instruction, 40))
+        for name, task in tasks.items()]
+    raise HarnessError("%d tasks of %s fit; it holds %s: choose with --stage or --fingerprint" % (
+        len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
-EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string", "rubric_version", "run",
-                  "batch_id", "text_sha256", "text")
+EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string",
+                  "rubric_version", "run", "batch_id", "text_sha256", "text")
+SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")
+Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
 
 
-def exported(source: Source, task: Task, paths: Sequence[str], id_length: int) -> Iterator[Dict[str, Any]]:
-    """Every row of the input in its order, with what the ledgers hold for its text; `id` is still JSON."""
-    places = settled_places(paths, task)                    # memory holds a file position per item, no row
+def exported(source: Source, task: Task, paths: Sequence[str],
+             id_length: int) -> Iterator[Exported]:
+    """Every row of the input in its order, with what the ledgers hold for its text."""
+    places = settled_places(paths, task)                # a file position an item, no row
+    settling = functools.lru_cache(maxsize=1)(row_at)   # neighbours in the input may share a batch
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in paths]
-
-        @functools.lru_cache(maxsize=1)                     # neighbours in the input often share a batch
-        def settling(ledger: int, offset: int) -> Dict[str, Any]:
-            return row_at(files[ledger], offset)
         for number, row in enumerate(source.rows(), 1):
-            out: Dict[str, Any] = dict.fromkeys(EXPORT_COLUMNS)
+            out: Exported = dict.fromkeys(EXPORT_COLUMNS)
             out.update(row=number, id=row.key or "null", status="skipped")
             if row.error is None:
                 sha = text_digest(row.text)
+                out.update(status="pending", item=sha[:id_length], text=row.text)
+                out["rubric_version"] = task.rubric_version
+                out["text_sha256"] = hashlib.sha256(row.text.encode("utf-8")).hexdigest()
                 key = key_of(sha)
-                place = next(((n, offsets[key]) for n, offsets in enumerate(places) if key in offsets), None)
-                out.update(status="pending", item=sha[:id_length], text=row.text, rubric_version=task.rubric_version,
-                           text_sha256=hashlib.sha256(row.text.encode("utf-8")).hexdigest())
-                if place is not None:
-                    settled = settling(*place)
-                    out.update({column: settled.get(column) for column in ("model_string", "run", "batch_id")})
-                    out["status"], out["answer"] = settled_as(settled, sha)
-                    if settled["verdict"] != "ok":
-                        out.update(verdict=settled["verdict"], detail=settled.get("detail"))
+                for file, offsets in zip(files, places):
+                    if key in offsets:
+                        settled = settling(file, offsets[key])
+                        out["status"], out["answer"] = settled_as(settled, sha)
+                        out.update({column: settled.get(column) for column in SETTLED})
+                if out["verdict"] == "ok":
+                    out["verdict"] = out["detail"] = None       # these say why there is no answer
             yield out
 
 
-def write_jsonl(rows: Iterable[Dict[str, Any]], file: IO[bytes]) -> None:
+def write_jsonl(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
     """One object a line; the caller's id goes back as it was spelled."""
     for row in rows:
-        rest = {name: value for name, value in row.items() if name not in ("row", "id")}
-        file.write(('{"row": %d, "id": %s, %s\n' % (row["row"], row["id"], row_text(rest)[1:])).encode("utf-8"))
+        line = row_text({**row, "id": None})
+        line = line.replace('"id": null', '"id": ' + row["id"], 1)
+        file.write(line.encode("utf-8") + b"\n")
 
 
 def csv_cell(value: Any, raw: bool = False) -> str:
-    """A value as a CSV cell: text that a spreadsheet would run gets one leading apostrophe, unless raw.
+    """A value as a CSV cell: text that a spreadsheet would run gets an apostrophe, unless raw.
 
     Take one leading apostrophe off a text cell to have the text back.
 
     >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5)
     ("'=1+1", "''quoted'", '-3.5')
     """
+    if value is None:
+        return ""
     if not isinstance(value, str):
-        return "" if value is None else encode(value)
-    formula = value.startswith(tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20"))      # what is run, and the mark itself
-    return "'" + value if formula and not raw else value
+        return encode(value)
+    formula = tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20")      # what is run, and the mark itself
+    if value.startswith(formula) and not raw and not isinstance(value, Spelled):
+        return "'" + value
+    return value
 
 
-def flat_rows(rows: Iterable[Dict[str, Any]], task: Task) -> Iterator[Dict[str, Any]]:
-    """Rows whose answer of several fields has a member for each; first one whose members name the columns."""
-    fields = [] if task.bare else list(task.fields)
-    prefix = "answer." if {field.lower() for field in fields} & set(EXPORT_COLUMNS) else ""
+def sql_cell(value: Any) -> Any:
+    """A value as SQLite holds it; what is no scalar of 64 bits is text, as JSON."""
+    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
+        return encode(value)
+    if isinstance(value, (list, dict)):
+        value = encode(value)
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    return value
+
+
+def flat_rows(rows: Iterable[Exported], task: Task) -> Iterator[List[Any]]:
+    """Columns, then rows of values; an answer of several fields has a column for each."""
+    fields = list(task.fields)
+    names = fields
+    if task.bare:
+        names = ["answer"]
+    elif {field.lower() for field in fields} & set(EXPORT_COLUMNS):
+        names = ["answer." + field for field in fields]
     place = EXPORT_COLUMNS.index("answer")
-    answers = [prefix + field for field in fields] or ["answer"]
-    columns = [*EXPORT_COLUMNS[:place], *answers, *EXPORT_COLUMNS[place + 1:]]
-    yield dict.fromkeys(columns)
+    yield [*EXPORT_COLUMNS[:place], *names, *EXPORT_COLUMNS[place + 1:]]
     for row in rows:
-        answer = row["answer"] if isinstance(row["answer"], dict) else {}
-        found = dict(row, **{prefix + field: answer.get(field) for field in fields})
-        yield {column: found[column] for column in columns}
+        values = list({**row, "id": _source_value(row["id"])}.values())
+        if not task.bare:
+            answer = an_object(row["answer"])
+            values[place:place + 1] = [answer.get(field) for field in fields]
+        yield values
 
 
-def write_csv(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_csv(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
     """A header and one line per row."""
     import csv
-    text = io.TextIOWrapper(file, "utf-8", errors="backslashreplace", newline="", write_through=True)
-    writer, flat = csv.writer(text, lineterminator="\r\n"), flat_rows(rows, task)
-    writer.writerow([csv_cell(column, raw) for column in next(flat)])
-    for row in flat:
-        cells = {column: value if column == "id" else csv_cell(value, raw) for column, value in row.items()}
-        if row["id"][0] in 'n"':                        # else a number or a boolean, as it was spelled
-            cells["id"] = csv_cell(json.loads(row["id"]), raw)
-        writer.writerow(cells.values())
-    text.flush()
+    text = io.TextIOWrapper(
+        file, "utf-8", errors="backslashreplace", newline="", write_through=True)
+    csv.writer(text).writerows(
+        [csv_cell(value, raw) for value in values] for values in flat_rows(rows, task))
     text.detach()
 
 
-def write_sqlite(rows: Iterable[Dict[str, Any]], file: IO[bytes], task: Task, raw: bool) -> None:
-    """A new database with one table, `answers`; what is no scalar of 64 bits is text, as JSON."""
+def write_sqlite(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+    """A new database with one table, `answers`."""
     import shutil
     import sqlite3
     import tempfile
-
-    def cell(column: str, value: Any) -> Any:
-        value = _source_value(value) if column == "id" else value
-        large = isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER
-        value = encode(value) if large or isinstance(value, (list, dict)) else value
-        return value.encode("utf-8", "backslashreplace").decode("utf-8") if isinstance(value, str) else value
+    flat = flat_rows(rows, task)
+    columns = next(flat)
     with tempfile.TemporaryDirectory() as folder:
-        path, flat = os.path.join(folder, "answers.db"), flat_rows(rows, task)
+        path = os.path.join(folder, "answers.db")
         with contextlib.closing(sqlite3.connect(path)) as base:
-            columns = list(next(flat))
-            if len({column.lower() for column in columns}) < len(columns):
-                raise HarnessError("two fields are alike but for case, which SQLite does not tell apart; export JSONL")
-            base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
-            base.executemany("INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)), (
-                [cell(column, value) for column, value in row.items()] for row in flat))
+            try:
+                base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
+            except sqlite3.Error as error:              # fields that are alike but for case
+                raise HarnessError("SQLite takes no such columns: %s; export JSONL" % error)
+            base.executemany(
+                "INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)),
+                (list(map(sql_cell, values)) for values in flat))
             base.commit()
         with open(path, "rb") as whole:
             shutil.copyfileobj(whole, file)
 
 
-def counted(rows: Iterable[Any], tally: Counter[Any], word: Callable[[Any], Any]) -> Iterator[Any]:
-    """The rows as they are, each counted under its word as it goes by."""
+def counted(rows: Iterable[Exported], tally: Counter[str]) -> Iterator[Exported]:
+    """The rows as they are, each counted under its status as it goes by."""
     for row in rows:
-        tally[word(row)] += 1
+        tally[row["status"]] += 1
         yield row
 
 
-def export(rows: Iterable[Dict[str, Any]], output: str, task: Task, raw_csv: bool) -> None:
+EXPORTS: Dict[str, Callable[[Iterable[Exported], IO[bytes], Task, bool], None]] = {
+    ".csv": write_csv, ".jsonl": write_jsonl, ".ndjson": write_jsonl, ".json": write_jsonl,
+    ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}
+
+
+def export(rows: Iterable[Exported], output: str, task: Task, raw_csv: bool) -> None:
     """Write an export, to a file or to standard output."""
-    ending = os.path.splitext(output)[1]
-    table = {".csv": write_csv, ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}.get(ending)
-    write = functools.partial(table, task=task, raw=raw_csv) if table is not None else write_jsonl
     if output == "-":
         if sys.stdout is None:
             raise HarnessError("standard output is closed; name a file with --output")
-        write(rows, sys.stdout.buffer)
+        write_jsonl(rows, sys.stdout.buffer, task, raw_csv)
         sys.stdout.flush()
         return
-    ordinary = os.path.isfile(output) or not os.path.exists(output)
-    if ordinary and table is None and ending not in (".jsonl", ".ndjson", ".json"):
-        raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file with --output" % output)
-    write_whole(output, functools.partial(write, rows), "--output")
+    write = EXPORTS.get(os.path.splitext(output)[1])
+    if write is None:
+        raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file "
+                           "with --output" % output)
+    write_whole(output, lambda file: write(rows, file, task, raw_csv), "--output")
 
 
-# ====================================================================================================================
-# AUDIT AND APPLY.  What a ledger can prove, checked line by line; and the one place where an answer changes a database,
-# after it was derived from its reply once more.  Apply writes label columns, deletes nothing and decides nothing.
-# ====================================================================================================================
+# ==================================================================================================
+# AUDIT AND APPLY.  What a ledger can prove, checked row by row: audit changes nothing.  Apply alone
+# writes answers into a database, each derived from its reply once more; it deletes nothing, and
+# what a person decided stays.
+# ==================================================================================================
 
-def item_numbers(ids: Sequence[str]) -> Optional[List[int]]:
-    """Ids as numbers, the same whatever the length of an id; None where one of them is no id."""
-    if not ids or min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
-        return None
-    return [int(name[:ID_LENGTH], 16) for name in ids]
+# How far an item has come.  What has come one step has come all of those before it.
+SUBMITTED, RETURNED, SET_ASIDE, ACCEPTED = 1, 2, 3, 4
 
+NO_LEDGER_SHOWS = (
+    "not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, "
+    "and named its model, finish, tokens and refusals truly; when, and how fast; that no line is "
+    "gone from the end, and the last one is as it was; that nobody wrote the whole chain anew, "
+    "whose CRC-32 anyone can compute")
+NO_INPUT_SHOWS = ("; without --input: that ids and prompts are those of the texts, and sources, "
+                  "items and digest those of the input")
 
-class Numbers:
-    """The items of one run, job or task, each counted once."""
-
-    SUBMITTED, RETURNED, ACCEPTED, SET_ASIDE = 1, 2, 4, 8
-
-    def __init__(self) -> None:
-        self._flags: Dict[int, int] = {}                # item -> what has happened to it
-
-    def take(self, items: Sequence[int], news: int) -> None:
-        """Note what has happened to items."""
-        if self._flags.keys().isdisjoint(items):
-            self._flags.update(dict.fromkeys(items, news))
-        else:
-            self._flags.update({item: self._flags.get(item, 0) | news for item in items})
-
-    def of(self, item: int) -> int:
-        """What has happened to an item, as flags."""
-        return self._flags.get(item, 0)
-
-    def count(self, flag: int, without: int = 0) -> int:
-        """How many items have the one flag, and not the other."""
-        tally = collections.Counter(self._flags.values())
-        return sum(count for flags, count in tally.items() if flags & flag and not flags & without)
-
-    def words(self) -> str:
-        """As a sum, with what has come back and is not settled yet."""
-        accepted, returned = self.count(self.ACCEPTED), self.count(self.RETURNED)
-        quarantined = self.count(self.SET_ASIDE, self.ACCEPTED)
-        unfinished = returned - accepted - quarantined
-        return "submitted %d >= returned %d = accepted %d + quarantined %d%s" % (
-            self.count(self.SUBMITTED), returned, accepted, quarantined,
-            " + unfinished %d" % unfinished if unfinished else "")
+Entry = Mapping[str, Any]               # a row of a ledger
+Faults = Iterator[str]                  # what does not hold, in words
+Course = Tuple[str, Optional[int]]      # (task, arm): in each an answer is accepted at most once
 
 
-class Course:
-    """What has become of the items of one task and arm, for the rows that follow."""
-
-    def __init__(self) -> None:
-        self.answers: Dict[int, int] = {}               # text -> hash of what was accepted
-        self.held: Set[int] = set()                     # items that were put into quarantine
-        # (batch_id, ids, attempt) -> run and verdict of its last reply
-        self.failed: Dict[Tuple[str, Tuple[str, ...], int], Tuple[str, str]] = {}
-        self.sizes: Set[Tuple[str, int]] = set()        # (batch_id, size) of what failed
+def against(said: Entry, by: str, derived: Entry) -> Faults:
+    """The members that are not what is derived.  One that is empty may be left out."""
+    for name, value in derived.items():
+        now = said.get(name, type(value)())
+        if now != value:
+            yield "%s is %s, and by %s %s" % (name, shown(now), by, shown(value))
 
 
-Fault = Callable[[str], None]
+def shortened(ids: Iterable[str]) -> List[str]:
+    """Ids by which the items of runs with longer and shorter ones are the same."""
+    return [name[:ID_LENGTH] for name in ids]
 
 
 class Auditor:
-    """Checks the rows of one ledger as they go by, and gathers its numbers."""
+    """Checks the rows of one ledger as they go by.
 
-    def __init__(self, path: str, texts: Mapping[str, Item]) -> None:
-        self.path, self.faults = path, []  # type: str, List[str]
-        self.checked: Counter[str] = collections.Counter()
-        self.unchecked: Counter[str] = collections.Counter()        # what could not be checked, in words
-        self.notes: List[str] = []                                  # what is no fault, and yet to be known
-        self.tasks: Dict[str, Optional[Task]] = {}                  # by run; None where it cannot be read
-        self.frozen: Dict[str, Dict[str, int]] = {}                 # task -> digest of an input -> its items
-        self.numbers: Dict[Tuple[str, str], Numbers] = collections.defaultdict(Numbers)     # (kind, name) -> its items
-        self.courses: Dict[Tuple[str, Any], Course] = collections.defaultdict(Course)       # by (task, arm)
-        self.requests: Dict[str, Any] = {}                          # custom id -> its request
-        self.open: Set[str] = set()                                 # keys of jobs that are not collected
-        self.applied: Dict[Tuple[str, str], str] = {}               # (target, item) -> the last outcome
-        self._texts, self._seen = texts, set()                      # type: Mapping[str, Item], Set[str]
-        self._runs: Dict[str, Mapping[str, Any]] = {}
-        self._same_input: Set[str] = set()                          # runs that froze the very texts of the input
-        self._rebuilt: Set[str] = set()                             # runs with ids of the input's length
-        self._heads: Dict[str, str] = {}                            # run -> how its prompts begin
-        self._batches: Dict[str, List[str]] = {}                    # batch_id -> ids of a batch that failed
+    `faults` is what does not hold, by line.  `counted` is added to: answers "derived" again,
+    "prompts" rebuilt, and, in words, what could not be checked.  `texts`: the input by id, or empty.
+    """
 
-    def take(self, number: int, row: Dict[str, Any]) -> None:
-        """Check one line."""
-        def fault(words: str) -> None:
-            self.faults.append("%s:%d: %s" % (self.path, number, words))
-        if row["event"] == "run":
-            self._run(row, fault)
-        elif row["event"] == "attempt":
-            self._attempt(row, fault)
-        elif row["event"] == "quarantine":
-            self._quarantine(row, fault)
-        elif row["event"] == "failure" and "batch" in row:
-            self._count(row, item_numbers(row["batch"]) or [], Numbers.SUBMITTED)
-            self._batches.setdefault(str(row.get("batch_id")), row["batch"])
-        elif row["event"] == "job":
-            self._job(row)
-        elif row["event"] == "apply":
-            self._apply(row, fault)
-        elif row["event"] != "failure":
-            fault("a row of an unknown kind, %s" % shown(row["event"]))
-        if row["event"] != "attempt" and "answers" in row:
-            fault("a row of kind %s holds answers" % shown(row["event"]))
+    def __init__(self, texts: Mapping[str, Item], counted: Counter[str]) -> None:
+        self.texts = texts
+        self.counted = counted
+        self.faults: List[str] = []
+        self.tasks: Dict[str, Task] = {}        # by fingerprint
+        # run -> its row, its task or None where that cannot be read, how its prompts begin
+        self._runs: Dict[str, Tuple[Entry, Optional[Task], str]] = {}
+        self._same_input: Set[str] = set()      # runs that froze the very texts of the input
+        # (kind, name) of a run, job or task -> item -> how far it has come
+        self._reached: Dict[Tuple[str, str], Dict[str, int]] = collections.defaultdict(dict)
+        self._accepted: Dict[Course, Set[int]] = collections.defaultdict(set)   # key_of(digest)
+        self._held: Dict[Course, Set[str]] = collections.defaultdict(set)   # items in quarantine
+        # (course, batch_id, ids, attempt) -> run and verdict of its last reply
+        self._failed: Dict[Tuple[Any, ...], Tuple[str, str]] = {}
+        self._sizes: Set[Tuple[Course, str, int]] = set()           # of these batches
+        self._batches: Dict[str, Sequence[str]] = {}                # batch_id -> ids of what failed
+        self._requests: Dict[str, Any] = {}     # custom id -> its request, until its reply
+        self._jobs: Set[str] = set()            # keys of jobs that are not collected
+        self._applied: Dict[str, Dict[str, str]] = collections.defaultdict(dict)    # by target
 
-    def _run(self, row: Mapping[str, Any], fault: Fault) -> None:
-        task: Optional[Task] = None
+    def read(self, log: Log) -> Iterator[str]:
+        """Check every row; then what is to be known, and the numbers that must add up, in words."""
+        for row in log:
+            self.faults += ["%d: %s" % (log.number, words) for words in self._row(row)]
+        yield from self._lines(log)
+        for run in self._runs.keys() - self._same_input:
+            self._other_input(run)
+        for (kind, name), reached in sorted(self._reached.items()):
+            yield "%s %s: %s" % (kind, name, self._sum(kind, name, reached))
+        for key in sorted(self._jobs):
+            yield "the job of key %s is not collected" % key
+        for target, outcomes in sorted(self._applied.items()):
+            yield "%s: %s" % (target, as_counts(collections.Counter(outcomes.values())))
+
+    def _row(self, row: Entry) -> Faults:
+        kind = row["event"]
+        check = getattr(self, "_check_" + kind, None)
+        if check is None:
+            yield "a row of an unknown kind, %s" % shown(kind)
+        else:
+            yield from check(row) or ()
+        if kind != "attempt" and "answers" in row:
+            yield "a row of kind %s holds answers" % shown(kind)
+
+    def _check_run(self, row: Entry) -> Faults:
+        run, task, head = row["run"], None, ""      # these where the task cannot be read
         try:
             task = load_task(row["task"], row["form"])
+            head = prompt_head(task)
         except HarnessError as error:
-            fault("the task of run %s cannot be read: %s" % (row["run"], error))
-        if task is not None and task.fingerprint != row["fingerprint"]:
-            fault("the task of run %s has the fingerprint %s, not %s" % (
-                row["run"], task.fingerprint, row["fingerprint"]))
-        if task is not None and row.get("stage", task.stage) != task.stage:
-            fault("the stage of run %s is not that of its task" % row["run"])
-        self.tasks[row["run"]], self._runs[row["run"]] = task, row
-        self._heads[row["run"]] = "" if task is None else prompt_head(task)
-        if type(row.get("items")) is int:
-            self.frozen.setdefault(row["fingerprint"], {})[str(row.get("digest"))] = row["items"]
-        names = self._shard(row)
-        if names and row.get("digest") == ids_digest(names):
-            self._same_input.add(row["run"])
-            if row.get("items") != len(names):
-                fault("run %s has %s items, and the input of its digest has %d" % (
-                    row["run"], row.get("items"), len(names)))
+            yield "the task of run %s cannot be read: %s" % (run, error)
+        else:
+            yield from against(
+                row, "its task", {"fingerprint": task.fingerprint, "stage": task.stage})
+            self.tasks[task.fingerprint] = task
+        self._runs[run] = row, task, head
+        if row.get("digest") == ids_digest(sorted(self.texts)):
+            self._same_input.add(run)
+            yield from against(row, "the input of its digest", {"items": len(self.texts)})
 
-    def _shard(self, row: Mapping[str, Any]) -> List[str]:
-        """The ids of the input, in their order, of which a run had to do with."""
-        part, _, parts = str(row.get("shard", "1/1")).partition("/")
-        if not self._texts or not (part + parts).isdecimal() or not int(parts or 0):
-            return []
-        return [name for name in sorted(self._texts) if int(name[:ID_LENGTH], 16) % int(parts) == int(part) - 1]
-
-    def _attempt(self, row: Mapping[str, Any], fault: Fault) -> None:
-        task, run, items = self.tasks.get(row["run"]), self._runs.get(row["run"], {}), item_numbers(row["batch"])
-        if items is None:
-            fault("its batch names what is no id")
+    def _check_attempt(self, row: Entry) -> Faults:
+        ids = row["batch"]
+        if min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
+            yield "its batch names what is no id"
             return
+        run, task, head = self._runs.get(row["run"], ({}, None, ""))
+        arms = range(len(run.get("arms", ())))
         if not run:
-            fault("no run row %s stands before it" % shown(row["run"]))
-        elif task is not None and (row["task"], row["stage"], row["form"]) != (task.fingerprint, task.stage, task.form):
-            fault("it is of another task than its run (%s)" % row["task"])
-        elif row.get("arm") not in (range(len(run.get("arms", []))) or [None]):
-            fault("its run has no arm %s" % row.get("arm"))
+            yield "no run row %s stands before it" % shown(row["run"])
+        elif row.get("arm") not in (arms or [None]):
+            yield "its run has no arm %s" % row.get("arm")
         elif task is not None:
-            course = self.courses[row["task"], row.get("arm")]
-            self._judged(row, task, course, fault)
-            self._placed(row, items, course, fault)
-            self._asked(row, task, fault)
-        accepted = row["verdict"] == "ok"
-        self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.ACCEPTED * accepted |
-                    Numbers.SET_ASIDE * ("quarantined" in row))
+            yield from against(row, "its run", {
+                "task": task.fingerprint, "stage": task.stage, "form": task.form})
+            yield from self._judged(row, task, run)
+            yield from self._placed(row, run)
+            if self.texts:
+                yield from self._asked(row, task, head)
+        step = RETURNED
+        if row["verdict"] == "ok":
+            step = ACCEPTED
+        elif "quarantined" in row:
+            step = SET_ASIDE
+        self._note(row, step)
         name = row.get("custom_id")
         if name is not None:
-            request = self.requests.get(name)
-            if request is None or any(row.get(word, request[word]) != request[word] for word in (
-                    "batch", "text_sha", "prompt_sha", "attempt", "fallback", "batch_id", "size")):
-                fault("no job asked about these items under the custom id %s" % name)
-            elif name in self._seen:
-                fault("the custom id %s stands on a second row" % name)
-            self._seen.add(name)
+            request = self._requests.pop(name, None)
+            if request is None:
+                yield "no open request of a job has the custom id %s" % name
+            else:
+                yield from against(row, "its request", {
+                    word: request[word] for word in request.keys() & row.keys() - {"sources"}})
 
-    def _quarantine(self, row: Mapping[str, Any], fault: Fault) -> None:
+    def _check_quarantine(self, row: Entry) -> Faults:
         """A quarantine that was held back: the reply that it rests on stands on a row before it."""
-        course, items = self.courses[row["task"], row.get("arm")], item_numbers(row["batch"]) or []
-        if course.failed.get((row["batch_id"], tuple(row["batch"]), row["attempt"])) != (row["run"], row["verdict"]):
-            fault("it quarantines items, and no reply about them that came before has its verdict")
-        course.held.update(items)
-        self._digested(row, fault)
-        self._count(row, items, Numbers.SUBMITTED | Numbers.RETURNED | Numbers.SET_ASIDE)
+        course = row["task"], row.get("arm")
+        call = course, row["batch_id"], tuple(row["batch"]), row["attempt"]
+        if self._failed.get(call) != (row["run"], row["verdict"]):
+            yield "it quarantines items, and no reply about them that came before has its verdict"
+        self._held[course].update(shortened(row["batch"]))
+        self._note(row, SET_ASIDE)
+        yield from self._digests(row)
 
-    def _judged(self, row: Mapping[str, Any], task: Task, course: Course, fault: Fault) -> None:
-        """What a row says of its reply, derived from it again; an answer is accepted at most once."""
-        strict, verdict = bool(self._runs[row["run"]].get("strict_order")), row["verdict"]
+    def _check_failure(self, row: Entry) -> None:
+        if "batch" in row:
+            self._note(row, SUBMITTED)
+
+    def _check_job(self, row: Entry) -> None:
+        if "requests" in row:
+            self._jobs.add(row["key"])
+            self._requests.update(row["requests"])
+            for request in row["requests"].values():
+                self._note({"batch": request["batch"], "task": row["task"]}, SUBMITTED)
+        elif row["step"] in ("collected", "abandoned"):
+            self._jobs.discard(row["key"])
+
+    def _check_apply(self, row: Entry) -> Faults:
+        reached = self._reached["task", row["task"]]
+        for outcome in OUTCOMES:
+            for name in row.get(outcome, []):
+                self._applied[row["target"]][name] = outcome
+                if reached.get(name) != ACCEPTED:
+                    yield "%s: no row before it answers item %s" % (outcome, shown(name))
+
+    def _judged(self, row: Entry, task: Task, run: Entry) -> Faults:
+        """What a row says of its reply must be what the reply says today."""
+        verdict, detail = row["verdict"], str(row.get("detail"))
+        strict = bool(run.get("strict_order"))
         proof = rederived(row, task, strict)
+        if verdict == proof.code == "refused":      # the detail may be the endpoint's own words
+            bare = rederived({**row, "detail": ""}, task, strict)
+            if bare.code == "ok":
+                self.counted["refusals in the endpoint's words, beside a good reply"] += 1
+            elif bare.detail == detail:
+                proof = bare
         if verdict == "ok":
-            self.checked["derived"] += len(row["batch"])
-            self._accepted(row, proof, course, fault)
-        if proof.code == verdict:
-            for name, value in (("missing", list(proof.missing)), ("extra", list(proof.extra)),
-                                ("normalised", list(proof.normalised)), ("reordered", proof.reordered)):
-                if row.get(name, type(value)()) != value:
-                    fault("%s is %s, and by its reply %s" % (name, shown(row.get(name)), shown(value)))
-        elif verdict == "ok":
-            fault("accepted, and its reply is %s today (%s)" % (proof.code, proof.detail))
-        elif "reply" not in row and verdict == "not_json" and str(row.get("detail")).startswith(NO_TEXT):
-            self.unchecked["verdicts on replies that were no text"] += 1
+            yield from self._answered(row, proof.answers)
+        if verdict == "not_json" and "reply" not in row and detail.startswith(NO_TEXT):
+            self.counted["verdicts on replies that were no text"] += 1
+        elif verdict != proof.code:
+            yield "its verdict is %s, and its reply is %s today (%s)" % (
+                verdict, proof.code, proof.detail)
         else:
-            fault("its verdict is %s, and its reply is %s today" % (verdict, proof.code))
-        if verdict == "refused":            # by words of the endpoint, which stand in the detail
-            proof = rederived({**row, "detail": ""}, task, strict)
-            self.unchecked["refusals in the endpoint's words, beside a good reply"] += proof.code == "ok"
-            if proof.code != "refused" and proof.detail == row.get("detail"):
-                fault("its verdict is refused, and its reply is %s today" % proof.code)
+            yield from against(row, "its reply", {
+                "missing": list(proof.missing), "extra": list(proof.extra),
+                "normalised": list(proof.normalised), "reordered": proof.reordered})
 
-    def _accepted(self, row: Mapping[str, Any], proof: Any, course: Course, fault: Fault) -> None:
-        if proof.code == "ok" and encode(proof.answers) != encode(row["answers"]):
-            for name, answer in proof.answers.items():
-                if _sorted_json(answer) != _sorted_json(row["answers"][name]):
-                    fault("item %s: the answer %s is not that of its reply, %s" % (
-                        name, shown(row["answers"][name]), shown(answer)))
-        for name, key in zip(row["batch"], map(key_of, row["text_sha"])):
-            if key in course.answers:
-                fault("item %s was accepted before" % name)
-            answer = row["answers"][name]
-            course.answers.setdefault(key, hash(answer if type(answer) is str else (_sorted_json(answer),)))
+    def _answered(self, row: Entry, derived: Entry) -> Faults:
+        """Each answer must be that of its reply, and the first for its text."""
+        ids, answers = row["batch"], row["answers"]
+        self.counted["derived"] += len(ids)
+        if encode(derived) != encode(answers):
+            for name, answer in derived.items():
+                if _sorted_json(answer) != _sorted_json(answers[name]):
+                    yield "item %s: the answer %s is not that of its reply, %s" % (
+                        name, shown(answers[name]), shown(answer))
+        before = self._accepted[row["task"], row.get("arm")]
+        for name, key in zip(ids, map(key_of, row["text_sha"])):
+            if key in before:
+                yield "item %s was accepted before" % name
+            before.add(key)
 
-    def _placed(self, row: Mapping[str, Any], items: List[int], course: Course, fault: Fault) -> None:
-        """A row's place among the calls before it, by what holds under every policy and in every version."""
-        run, ids, name = self._runs[row["run"]], tuple(row["batch"]), row["batch_id"]
-        attempt, size, own = row["attempt"], row["size"], batch_id(ids) == name
-        again = not course.held.isdisjoint(items) if own else {*ids} < {*self._batches.get(name, ())}
-        if not own and not again:
-            fault("batch_id is neither that of its items nor that of a batch of them that failed before")
-        elif row["fallback"] is not again:
-            fault("fallback is %s, and its items had %sfailed before" % (
-                shown(row["fallback"]), "" if again else "not "))
-        if attempt > 1 and (name, ids, attempt - 1) not in course.failed:
-            fault("attempt %d, and no attempt %d of these items failed before" % (attempt, attempt - 1))
-        if course.failed.get((name, ids, attempt), ("", ""))[0] == row["run"]:
-            fault("attempt %d, and that is on the ledger before" % attempt)
-        nominal = run.get("batch_size") if row.get("arm") is None else run["arms"][row["arm"]]
-        if type(nominal) is int and (len(ids) > size or not (
-                size == nominal or (name, size) in course.sizes or own and row["fallback"] and size == 1)):
-            fault("size is %d, and its run asks at %d" % (size, nominal))
+    def _placed(self, row: Entry, run: Entry) -> Faults:
+        """A row's place among the calls before it, by what holds in every version."""
+        ids, name, attempt, size = tuple(row["batch"]), row["batch_id"], row["attempt"], row["size"]
+        course = row["task"], row.get("arm")
+        items = shortened(ids)
+        own = batch_id(ids) == name
+        again = {*ids} < {*self._batches.get(name, ())}
+        if own:
+            again = not self._held[course].isdisjoint(items)
+        if own or again:
+            yield from against(row, "the calls before it", {"fallback": again})
+        else:
+            yield "batch_id is neither that of its items nor of a batch of them that failed before"
+        if attempt > 1 and (course, name, ids, attempt - 1) not in self._failed:
+            yield "attempt %d, and none before it of these items failed" % attempt
+        call = course, name, ids, attempt
+        if self._failed.get(call, ("", ""))[0] == row["run"]:
+            yield "attempt %d, and that is on the ledger before" % attempt
+        nominal = run["arms"][row["arm"]] if "arm" in row else run.get("batch_size")
+        alone = own and again and size == 1
+        if len(ids) > size or not (
+                size == nominal or alone or (course, name, size) in self._sizes):
+            yield "size is %d, and its run asks at %s" % (size, nominal)
         policy = an_object(run.get("policy"))
         most = policy.get("attempts")
-        if type(most) is int and attempt > most:
-            fault("attempt %d, and its run makes %d" % (attempt, most))
-        if "quarantined" in row and type(most) is int and (
-                len(ids) > 1 and policy.get("on_failure") != "exclude"
-                or own and not row["fallback"] and attempt < most and row["verdict"] not in HOPELESS):
-            fault("it puts its items into quarantine, and calls were left to be made")
+        if type(most) is not int:               # the row of the run was edited
+            most = attempt
+        if attempt > most:
+            yield "attempt %d, and its run makes %d" % (attempt, most)
+        if "quarantined" in row:
+            self._held[course].update(items)
+            parts = len(ids) > 1 and policy.get("on_failure") != "exclude"
+            repeated = own and not row["fallback"] and row["verdict"] not in HOPELESS
+            if parts or repeated and attempt < most:
+                yield "it puts its items into quarantine, and calls were left to be made"
         if row["verdict"] != "ok":
-            course.failed[name, ids, attempt] = row["run"], row["verdict"]
-            course.sizes.add((name, size))
-            course.held.update(items if "quarantined" in row else ())
+            self._failed[call] = row["run"], row["verdict"]
+            self._sizes.add((course, name, size))
             if own:
-                self._batches[name] = row["batch"]
+                self._batches[name] = ids
 
-    def _digested(self, row: Mapping[str, Any], fault: Fault) -> List[Item]:
-        """The items of a row that the input holds; each must have the digest that the row gives it."""
-        items = [self._texts[name] for name in row["batch"] if name in self._texts]
-        shas = dict(zip(row["batch"], row.get("text_sha", ())))
-        for item in items:
-            if not item.digest.startswith(shas.get(item.id, "")):
-                fault("item %s: text_sha is not that of its text" % item.id)
-        return items
+    def _digests(self, row: Entry) -> Faults:
+        digests = dict(zip(row["batch"], row.get("text_sha", ())))
+        yield from against(digests, "its text", {
+            name: self.texts[name].digest[:32] for name in digests.keys() & self.texts.keys()})
 
-    def _asked(self, row: Mapping[str, Any], task: Task, fault: Fault) -> None:
-        """A row against the input: its prompt and its members that come from there."""
-        items = self._digested(row, fault)
+    def _asked(self, row: Entry, task: Task, head: str) -> Faults:
+        """What a row has of its texts must be what the input has."""
+        yield from self._digests(row)
+        items = [self.texts[name] for name in row["batch"] if name in self.texts]
         if len(items) < len(row["batch"]):
-            self.unchecked["prompts with texts that the input does not hold"] += bool(self._texts)
+            self.counted["prompts with texts that the input does not hold"] += 1
             return
-        self.checked["prompts"] += 1
-        self._rebuilt.add(row["run"])
-        if prompt_digest(build_prompt(items, task, self._heads[row["run"]])) != row.get("prompt_sha"):
-            fault("its prompt, rebuilt from task and texts, is another")
-        sources = [item.source and _source_value(item.source) for item in items]
-        if row.get("sources", [None] * len(items)) != sources:
-            if row["run"] in self._same_input:
-                fault("its sources are not those of the input; check --id-field")
-            else:
-                self.unchecked["rows with other sources, of runs that froze another input or a sample"] += 1
+        self.counted["prompts"] += 1
+        derived: Dict[str, Any] = {"prompt_sha": prompt_digest(build_prompt(items, task, head))}
+        if row["run"] in self._same_input:
+            sources = [item.source and _source_value(item.source) for item in items]
+            derived["sources"] = sources if any(key is not None for key in sources) else []
+        yield from against(row, "the input", derived)
 
-    def _job(self, row: Mapping[str, Any]) -> None:
-        if "requests" in row:
-            self.requests.update(row["requests"])
-            self.open.add(row["key"])
-            for request in row["requests"].values():
-                self.numbers["task", row["task"]].take(item_numbers(request["batch"]) or [], Numbers.SUBMITTED)
-        elif row["step"] in ("collected", "abandoned"):
-            self.open.discard(row["key"])
+    def _note(self, row: Entry, step: int) -> None:
+        """Note how far a row's items have come, in its run, its job and its task."""
+        task = "arm %s of task" % row["arm"] if "arm" in row else "task"
+        for kind, member in (("run", "run"), ("job", "job"), (task, "task")):
+            name = row.get(member)
+            if name:
+                reached = self._reached[kind, str(name)]
+                reached.update({item: step for item in row["batch"] if reached.get(item, 0) < step})
 
-    def _apply(self, row: Mapping[str, Any], fault: Fault) -> None:
-        numbers = self.numbers["task", row["task"]]
-        for name, outcome in ((name, word) for word in OUTCOMES for name in row.get(word, [])):
-            self.applied[row["target"], name] = outcome
-            if not numbers.of((item_numbers([name]) or [-1])[0]) & Numbers.ACCEPTED:
-                fault("%s: no row before it answers item %s" % (outcome, shown(name)))
+    def _lines(self, log: Log) -> Iterator[str]:
+        """Name the lines that hold no row of the chain; those that were cut are no fault."""
+        wrong = {
+            **dict.fromkeys(log.damaged, "the line is damaged"),
+            **dict.fromkeys(
+                log.strange, "it is whole JSON and no row: edited, or of another version"),
+            **dict.fromkeys(
+                log.broken, "it does not follow the line before (edited, removed or repeated)")}
+        self.faults += ["%d: %s" % (number, words)
+                        for number, words in wrong.items() if number not in log.closed]
+        if log.closed:
+            yield "%d lines were cut, and closed off by a later run (%s)" % (
+                len(log.closed), ", ".join(map(str, log.closed[:MAX_REPORTED])))
+        if log.torn is not None:
+            yield "the last line (%d) is cut or garbage; the next run closes it off" % log.torn
+        if not log.number:
+            yield "the ledger is empty"
 
-    def _count(self, row: Mapping[str, Any], items: List[int], news: int) -> None:
-        kinds = [("run", row.get("run")), ("job", row.get("job"))]
-        kinds += [("task" if row.get("arm") is None else "arm %s of task" % row["arm"], row.get("task"))]
-        for kind, name in kinds:
-            if isinstance(name, str):
-                self.numbers[kind, name].take(items, news)
+    def _other_input(self, run: str) -> None:
+        """A run whose digest is not the input's: it froze another one or a part, or was changed."""
+        row = self._runs[run][0]
+        reached = self._reached.get(("run", run), {})
+        asked = sorted(reached.keys() & self.texts.keys())
+        if not self.texts or ids_digest(asked) == row.get("digest"):
+            return
+        self.counted["runs that froze another input or a part of it"] += 1
+        if len(asked) == len(reached) == row.get("items"):
+            self.faults.append(" the digest of run %s is not that of its items" % run)
 
-    def settle(self, history: Log) -> None:
-        """What shows only when all is read."""
-        known = {**dict.fromkeys(history.damaged, "the line is damaged"),
-                 **dict.fromkeys(history.strange, "it is whole JSON and no row: edited, or of another version"),
-                 **dict.fromkeys(history.broken, "it does not follow the line before (edited, removed or repeated)")}
-        self.faults += ["%s:%d: %s" % (self.path, number, words) for number, words in known.items()
-                        if number not in history.closed]
-        if history.closed:
-            self.notes.append("%d lines were cut, and closed off by a later run (%s)" % (
-                len(history.closed), ", ".join(map(str, history.closed[:MAX_REPORTED]))))
-        if history.torn is not None:
-            self.notes.append("the last line (%d) is cut or garbage; the next run closes it off" % history.torn)
-        if not history.number:
-            self.notes.append("the ledger is empty")
-        self._inputs()
-        for (kind, name), numbers in self.numbers.items():
-            frozen = sum(self.frozen.get(name, {}).values())
-            submitted = numbers.count(numbers.SUBMITTED)
-            if kind == "task" and submitted > frozen:
-                self.faults.append("%s: task %s: %d items submitted, and %d were frozen" % (
-                    self.path, name, submitted, frozen))
-
-    def _inputs(self) -> None:
-        """The runs whose digest is not that of the input: of another one or a sample, or else it was changed."""
-        for name, row in self._runs.items():
-            if not self._texts or name in self._same_input:
-                continue
-            numbers = self.numbers["run", name]
-            asked = [id_ for id_ in sorted(self._texts) if numbers.of(int(id_[:ID_LENGTH], 16))]
-            if ids_digest(asked) == row.get("digest"):
-                continue
-            self.unchecked["runs that froze another input or a sample"] += 1
-            if name in self._rebuilt and len(asked) == numbers.count(Numbers.SUBMITTED) == row.get("items"):
-                self.faults.append("%s: the digest of run %s is not that of its items" % (self.path, name))
-
-    def lines(self) -> Iterator[str]:
-        """The numbers, and what else is to be known, in words."""
-        for words in self.notes:
-            yield "%s: %s" % (self.path, words)
-        for (kind, name), numbers in sorted(self.numbers.items()):
-            several = "at most " * (len(self.frozen.get(name, {})) > 1)         # inputs, which may share texts
-            frozen = "frozen %s%d >= " % (several, sum(self.frozen.get(name, {}).values())) if kind == "task" else ""
-            yield "%s: %s %s: %s%s" % (self.path, kind, name, frozen, numbers.words())
-        for key in sorted(self.open):
-            yield "%s: the job of key %s is not collected" % (self.path, key)
-        for target in sorted({target for target, _ in self.applied}):
-            tally = collections.Counter(word for (where, _), word in self.applied.items() if where == target)
-            yield "%s: %s: %s" % (
-                self.path, target, " + ".join("%s %d" % (word, tally[word]) for word in OUTCOMES if tally[word]))
+    def _sum(self, kind: str, name: str, reached: Mapping[str, int]) -> str:
+        """How far the items of a run, job or task have come, as a sum; a task's were frozen."""
+        total, tally = len(reached), collections.Counter(reached.values())
+        words = "submitted %d >= returned %d = accepted %d + quarantined %d" % (
+            total, total - tally[SUBMITTED], tally[ACCEPTED], tally[SET_ASIDE])
+        if tally[RETURNED]:
+            words += " + unfinished %d" % tally[RETURNED]
+        if kind != "task":
+            return words
+        inputs = {row.get("digest"): row["items"] for row, _, _ in self._runs.values()
+                  if row["fingerprint"] == name and type(row.get("items")) is int}
+        frozen = sum(inputs.values())
+        if total > frozen:
+            self.faults.append(" task %s: %d items submitted, and %d were frozen" % (
+                name, total, frozen))
+        several = "at most " if len(inputs) > 1 else ""         # inputs may share texts
+        return "frozen %s%d >= %s" % (several, frozen, words)
 
 
 def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Check every line of ledgers against the invariants, and print the numbers that must add up."""
+    """Check every line of ledgers against the invariants; print the numbers that must add up."""
     texts: Dict[str, Item] = {}
     if options.input:
         with contextlib.closing(Source(input_spec(options))) as source:
-            for row in source.rows():
-                if row.error is None:
-                    item = Item(row.text, row.key, options.id_length)
-                    texts.setdefault(item.id, item)
-    answers: Dict[str, List[Tuple[str, Dict[int, int]]]] = {}       # task -> (ledger, text -> hash of its answer)
-    faults, checked = [], collections.Counter()  # type: List[str], Counter[str]
-    unchecked: Counter[str] = collections.Counter()
-    for path in each_once(options.ledgers):
-        auditor = Auditor(path, texts)
-        log = Log(path)
-        for entry in log:
-            auditor.take(log.number, entry)
-        auditor.settle(log)
-        faults += auditor.faults
-        checked += auditor.checked
-        unchecked += auditor.unchecked
-        for task, mine in [(task, course.answers) for (task, arm), course in auditor.courses.items() if arm is None]:
-            for other, theirs in answers.setdefault(task, []):
-                faults += ["item %s has another answer in %s than in %s" % (short_id(key), path, other)
-                           for key in mine.keys() & theirs.keys() if mine[key] != theirs[key]]
-            answers[task].append((path, mine))
-        for words in auditor.lines():
-            out(words)
-    if texts and checked["derived"] and not checked["prompts"]:
-        faults.append("%s holds the texts of none of these prompts; check --input and --text-field" % options.input)
+            items = [Item(row.text, row.key, options.id_length)
+                     for row in source.rows() if row.error is None]
+        texts = {item.id: item for item in reversed(items)}         # of equal texts the first
+    counted: Counter[str] = collections.Counter()
+    faults: List[str] = []
+    tasks: Dict[str, Task] = {}
+    paths = each_once(options.ledgers)
+    for path in paths:
+        auditor = Auditor(texts, counted)
+        for words in auditor.read(Log(path)):
+            out("%s: %s" % (path, words))
+        faults += [path + ":" + words for words in auditor.faults]
+        tasks.update(auditor.tasks)
+    if len(paths) > 1:
+        for task in tasks.values():
+            try:
+                settled_places(paths, task)
+            except HarnessError as error:
+                faults.append(str(error))
+    derived, prompts = counted.pop("derived", 0), counted.pop("prompts", 0)
+    if texts and derived and not prompts:
+        faults.append("%s holds the texts of none of these prompts; check --input and --text-field"
+                      % options.input)
     for words in faults[:1000]:
         out(words)
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
-        checked["derived"], checked["prompts"], len(faults)))
-    if unchecked:
-        out("not checked: " + as_counts(unchecked))
-    absent = "" if texts else ("; without --input: that ids and prompts are those of the texts, and sources, items and "
-                               "digest those of the input")
-    out("not to be seen on a ledger: that a rerun makes no call; that the endpoint sent these replies, and named its "
-        "model, finish, tokens and refusals truly; when, and how fast; that no line is gone from the end, and the last "
-        "one is as it was; that nobody wrote the whole chain anew, whose CRC-32 anyone can compute" + absent)
+        derived, prompts, len(faults)))
+    if counted:
+        out("not checked: " + as_counts(counted))
+    out(NO_LEDGER_SHOWS + ("" if texts else NO_INPUT_SHOWS))
     return QUARANTINED_LEFT if faults else DONE
 
 
-CHUNK = 1000                                                            # rows of one transaction
-UNDONE = {"not_kept": "give the column a type that holds it, or look at the triggers",      # what to do about it
-          "refused": "change the table's rules, or this task's"}
-LOCK_WAIT = 30.0                                                        # seconds, for another program to let go
+CHUNK = 1000                                # rows of one transaction
+LOCK_WAIT = 30.0                            # seconds, for another program to let go
+APPLIED = ("applied", "")
+LEFT = "left by --limit"                    # stands on no ledger
+BEST_FIRST = (*OUTCOMES[:-1], LEFT, OUTCOMES[-1])
+Fate = Tuple[str, str]                      # what a row or an item came to, and why it is undone
 
 
 class Change(NamedTuple):
     """An answer to be applied."""
 
-    name: str                           # the item's id
-    values: Tuple[Any, ...]             # of the columns to set, as SQLite takes them
-    mark: str                           # RUN/BATCH/ITEM
-    source: Optional[str]               # the caller's key of the first row with the text
+    name: str                               # the item's id
+    cells: Sequence[Any]                    # mark (RUN/BATCH/ITEM), values..., rubric version
 
 
 def open_database(options: Settings) -> Any:
     """The connection of `apply`, which never makes a file.  sqlite3.Error where there is none."""
+    import pathlib
     import sqlite3
-    import urllib.parse
-    path = urllib.parse.quote(os.fsencode(os.path.abspath(options.database)))
     mode = "ro" if options.dry_run else "rw"
-    base = sqlite3.connect("file:%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
+    path = pathlib.Path(os.path.abspath(options.database)).as_uri()
+    base = sqlite3.connect(
+        "%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
     base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
     return base
 
 
 class Table:
-    """A table of an SQLite file, and the columns of it that matter here.  HarnessError where it has none such."""
+    """A table of an SQLite file, and the columns that matter here.
 
-    def __init__(self, base: Any, options: Settings, task: Task) -> None:
-        import sqlite3
+    A row's cells are (rowid, text, key, mark, values..., rubric).  sqlite3.Error where there is no
+    such table or column.
+    """
+
+    def __init__(self, base: Any, options: Settings, fields: Iterable[str]) -> None:
         self.base = base
-        self.text, self.key, self.rubric = options.text_field or "text", options.id_field or "id", options.rubric_column
-        self.batch, self.name = options.batch_column, options.table
-        self.version = as_cell(task.rubric_version, "rubric_version")
-        self.fields = dict(options.columns or [(name, name) for name in task.fields])      # column -> field
-        unknown = sorted(set(self.fields.values()) - set(task.fields))
-        if unknown:
-            raise HarnessError("--set: the task has no field %s; it has %s" % (
-                ", ".join(unknown), ", ".join(task.fields)))
-        if (self.version is None) is not (self.rubric is None):
-            raise HarnessError("the task has %s rubric_version, and --rubric-column is %s; give both or none" % (
-                "no" if self.version is None else "a", "missing" if self.rubric is None else "given"))
-        kinds = dict(self.base.execute("SELECT name, type FROM sqlite_master WHERE type IN ('table', 'view')"))
-        if kinds.get(self.name) != "table":
-            raise HarnessError("%s has no table %s%s; it has %s" % (
-                options.database, self.name, ", that is a view" if self.name in kinds else "",
-                ", ".join(name for name, kind in kinds.items() if kind == "table") or "none"))
-        columns = [row[1] for row in self.base.execute("PRAGMA table_info(%s)" % quoted(self.name))]
-        wanted = [self.text, self.key, self.batch, *self.fields, *([self.rubric] if self.rubric else [])]
-        named: Dict[Optional[str], str] = {
-            self.text: "--text-field", self.key: "--id-field", self.batch: "--batch-column",
-            self.rubric: "--rubric-column", **dict.fromkeys(self.fields, "--set COLUMN=FIELD")}
-        absent = ["%s (%s)" % (name, named[name]) for name in wanted if name not in columns]
-        if absent or len(set(wanted)) < len(wanted):
-            raise HarnessError("table %s has no column %s; it has %s" % (
-                self.name, ", ".join(absent) or "for each use: one is named twice", ", ".join(columns)))
-        taken = {name.lower() for name in columns}
-        self.row = next((name for name in ("rowid", "_rowid_", "oid") if name not in taken), "")
-        columns = [self.row, *map(quoted, (self.text, self.key, self.rubric or self.key, self.batch, *self.fields))]
-        self._select = "SELECT %s FROM %s WHERE %s " % (", ".join(columns), quoted(self.name), self.row)
-        try:
-            self.cells(0)
-        except sqlite3.OperationalError as error:
-            if "no such column" not in str(error):
-                raise
-            raise HarnessError("table %s has no rowid; take an export and a conditional update of your own" % self.name)
+        self.size = CHUNK
+        self.written = 0                        # rows
+        self.rubric = options.rubric_column
+        self.columns = [options.batch_column, *fields]
+        cells = [options.text_field or "text", options.id_field or "id", *self.columns]
+        if self.rubric is not None:
+            self.columns.append(self.rubric)
+            cells.append(self.rubric)
+        used = [name.lower() for name in (*cells, "rowid", "oid", "_rowid_")]
+        if len(set(used)) < len(used):
+            raise HarnessError("each of --text-field, --id-field, --batch-column, --rubric-column "
+                               "and --set COLUMN must name a column of its own")
+        # As t."x" a name is never taken for a string.
+        read = ", ".join("t." + quoted(name) for name in cells)
+        if self.rubric is None:
+            read += ", NULL"
+        self._select = "SELECT t._rowid_, %s FROM %s t WHERE t._rowid_ " % (
+            read, quoted(options.table))
+        self._update = "UPDATE %s SET %s WHERE _rowid_ = ?" % (
+            quoted(options.table), ", ".join("%s = ?" % quoted(name) for name in self.columns))
+        self.cells(0)
+        self.base.execute("EXPLAIN " + self._update, (0, *self.columns))    # no view is written
 
     def cells(self, row: int) -> Any:
-        """One row as it is now, as (rowid, text, key, rubric, batch, values...); None where it is gone."""
+        """The cells of one row as they are now; None where it is gone."""
         return self.base.execute(self._select + "= ?", (row,)).fetchone()
 
-    def chunk(self, after: float) -> List[Tuple[Any, ...]]:
+    def chunk(self, after: float) -> Any:
         """The cells of the next rows."""
         import sqlite3
-        rows: List[Tuple[Any, ...]] = self.base.execute(
-            "%s> ? ORDER BY %s LIMIT %d" % (self._select, self.row, CHUNK), (after,)).fetchall()
+        rows = self.base.execute(
+            self._select + "> ? ORDER BY 1 LIMIT ?", (after, self.size)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, change: Change) -> Tuple[str, str]:
-        """Write one decision and read the row back: its outcome, and why it is not "applied"; then it is undone."""
+    def update(self, row: int, cells: Sequence[Any]) -> Fate:
+        """Write one row and read it back; what it came to.  What is not kept is undone."""
         import sqlite3
-        sets = {**dict(zip(self.fields, change.values)), self.batch: change.mark}
-        if self.rubric is not None:
-            sets[self.rubric] = self.version
         self.base.execute("SAVEPOINT decision")
         try:
-            self.base.execute("UPDATE %s SET %s WHERE %s = ?" % (
-                quoted(self.name), ", ".join("%s = ?" % quoted(name) for name in sets), self.row),
-                [*sets.values(), row])
-            why = self._not_kept(self.cells(row), change)
-            outcome = "not_kept" if why else "applied"
-        except sqlite3.Error as error:
-            outcome, why = "refused", str(error)[:MAX_KEPT]
-            if not isinstance(error, sqlite3.IntegrityError) and re.search("database|disk|lock", why):
-                raise                                   # it is not about this row
-        if self.base.in_transaction:                    # a trigger may have rolled back all of it
-            if why:
-                self.base.execute("ROLLBACK TO decision")
+            self.base.execute(self._update, [*cells[:len(self.columns)], row])
+            fate = self._kept(self.cells(row), cells)
+        except (sqlite3.Error, OverflowError) as error:
+            fate = "refused", str(error)[:MAX_KEPT]
+            if type(error) is not sqlite3.IntegrityError and re.search(
+                    "database|disk|lock", fate[1]):
+                raise                           # it is not about this row
+        if fate == APPLIED:
+            self.written += 1
+        elif self.base.in_transaction:          # else a trigger has rolled back all of it
+            self.base.execute("ROLLBACK TO decision")
+        if self.base.in_transaction:
             self.base.execute("RELEASE decision")
-        return outcome, why
+        return fate
 
-    def _not_kept(self, cells: Any, change: Change) -> str:
-        """Which column of a row does not hold what was written, in value and type; blank where each one does."""
-        if cells is None:
-            return "the row went away when it was written"
-        if self.version is not None and version_in(cells[3]) != self.version:
-            return "column %s holds %s where %s was written" % (self.rubric, shown(cells[3]), self.version)
-        for name, now, value in zip((self.batch, *self.fields), cells[4:], (change.mark, *change.values)):
-            if not same_cell(now, value):
-                return "column %s holds %s where %s was written" % (name, shown(now), shown(value))
-        return ""
+    def _kept(self, now: Any, cells: Sequence[Any]) -> Fate:
+        """Whether a row holds what was written, in value and type, or which column does not."""
+        if now is None:
+            return "not_kept", "the row went away when it was written"
+        for column, cell, value in zip(self.columns, now[3:], cells):
+            version = column == self.rubric and version_in(cell) == value
+            if not version and not same_cell(cell, value):
+                return "not_kept", "column %s holds %s where %s was written" % (
+                    column, shown(cell), shown(value))
+        return APPLIED
 
 
 def same_cell(now: Any, value: Any) -> bool:
-    """Whether a cell holds a value.  A column may hold 1 as 1.0, and true as 1; a number is never a text."""
+    """Whether a cell holds a value.  A column may hold 1 as 1.0, true as 1; a number is no text."""
     return bool(now == value) and isinstance(now, str) == isinstance(value, str)
 
 
@@ -7313,188 +7177,189 @@ def quoted(name: str) -> str:
     return '"%s"' % name.replace('"', '""')
 
 
-def decisions(path: str, task: Task, columns: Mapping[str, str]) -> Dict[str, Change]:
-    """Every answer that stands for a task, by the 32 digits of its text, each derived from its reply again."""
-    found: Dict[str, Change] = {}
-    state, log = State(task), Log(path)
-    for row in log:
+class Decisions(NamedTuple):
+    """What a ledger says of one task, and of one target of `apply`."""
+
+    changes: Dict[str, Change]              # by the 32 digits of the text
+    sources: Dict[str, str]                 # the caller's key of the first row with a text -> item
+    outcomes: Dict[str, str]                # item -> its last outcome
+
+
+def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str],
+              target: str) -> Decisions:
+    """The answers that stand for a task, each derived from its reply again; what came of them."""
+    found = Decisions({}, {}, {})
+    state = State(task)
+    for row in rows:
         settled = set(state.apply(row))
-        if row["event"] == "attempt" and row["verdict"] == "ok" and settled:
-            proof = rederived(row, task)
-            if proof.code != "ok" or proof.answers != row["answers"]:
-                raise HarnessError("%s:%d: its answers are not those of its reply; nothing was applied, see `audit`" % (
-                    path, log.number))
-            sources = row.get("sources") or [None] * len(row["batch"])
-            for sha, name, source in zip(row["text_sha"], row["batch"], sources):
-                if key_of(sha) in settled:
-                    _, answer = settled_as(row, sha)
-                    fields = {"answer": answer} if task.bare else answer
-                    values = tuple(as_cell(fields[field], name) for field in columns.values())
-                    found[sha] = Change(name, values, "%s/%s/%s" % (row["run"], row["batch_id"], name),
-                                         None if source is None else str(source))
+        if row["event"] == "apply" and row["target"] == target:
+            for outcome in OUTCOMES:
+                names = row.get(outcome, ())
+                if row["task"] == task.fingerprint:
+                    found.outcomes.update(dict.fromkeys(names, outcome))
+                elif outcome == "applied":  # another task has written these columns since
+                    found.outcomes.update(dict.fromkeys(names, ""))
+        if not settled or row["verdict"] != "ok":
+            continue
+        proof = rederived(row, task)
+        if proof.code != "ok" or proof.answers != row["answers"]:
+            raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
+                               "applied, see `audit`" % (path, row["seq"]))
+        sources = row.get("sources", itertools.repeat(None))
+        for sha, name, source in zip(row["text_sha"], row["batch"], sources):
+            if key_of(sha) in settled:
+                mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
+                _, answer = settled_as(row, sha)
+                if task.bare:
+                    answer = {"answer": answer}
+                cells = [mark, *map(answer.get, fields), task.rubric_version]
+                found.changes[sha] = Change(name, [
+                    encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells])
+                if source is not None:
+                    found.sources[str(source)] = name
     return found
 
 
-def as_cell(value: Any, name: str) -> Any:
-    """A value as SQLite holds it: lists and objects as JSON.  HarnessError: an integer beyond 64 bits."""
-    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-        raise HarnessError("item %s: the answer %s has more than 64 bits; nothing was applied, export it as text" % (
-            name, shown(value)))
-    return encode(value) if isinstance(value, (list, dict)) else value
+def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
+    """What becomes of a row with the text of an answer; blank: the answer is to be written.
+
+    `cells` are its mark, values and rubric now; `applied`: the ledger says the item was.
+    """
+    mark, *values, rubric = cells
+    own, *wanted, version = change.cells
+    pairs = list(zip(values, wanted))
+    there = mark == own and all(itertools.starmap(same_cell, pairs))
+    # A person may have changed it since; the mark may be that of another stage on the same text.
+    ours = applied and str(mark).endswith("/" + change.name)
+    if there or ours and not any(now is None and value is not None for now, value in pairs):
+        return "applied"
+    if rubric is not None:
+        decided = version_in(rubric)
+        if decided is None or decided > version:
+            return "stale_rubric"
+    return ""
 
 
-class Applier:
-    """Walks a table in transactions, and finds for each answered item what came of it."""
+def decided(table: Table, found: Decisions, options: Settings,
+            cells: Sequence[Any]) -> Tuple[str, Fate]:
+    """Decide a row, and write it where it is to be: the item, if any, and what the row came to."""
+    row, text, key, *now = cells
+    change = None
+    if isinstance(text, str) and not SURROGATE.search(text):
+        change = found.changes.get(text_digest(text)[:32])
+    if change is None:
+        return found.sources.get(str(key), ""), ("stale_text", "")
+    outcome = row_outcome(now, change, found.outcomes.get(change.name) == "applied")
+    if outcome:
+        return change.name, (outcome, "")
+    if table.written == options.limit:
+        return change.name, (LEFT, "")
+    if options.dry_run:
+        table.written += 1
+        return change.name, APPLIED
+    again = table.cells(row)
+    if again != cells:                              # a trigger of a row before has changed it
+        return decided(table, found, options, again) if again else ("", ("missing_row", ""))
+    return change.name, table.update(row, change.cells)
 
-    def __init__(self, table: Table, found: Mapping[str, Change], known: Set[str],
-                 options: Settings) -> None:
-        self.table, self.found, self._limit, self._dry = table, found, options.limit, options.dry_run
-        self._known = known                             # items that the ledger says were applied
-        self._by_source = {change.source: sha for sha, change in found.items() if change.source is not None}
-        self.outcomes: Dict[str, str] = {}              # digest -> the best that any of its rows came to
-        self.why: Dict[str, str] = {}                   # digest -> why a row that was to be written does not hold it
-        self.written = 0                                # rows
-        self.changed: Set[str] = set()                  # digests whose outcome is new since the last chunk
-        self.left_out: Set[str] = set()                 # digests with rows that --limit has left for later
-        self._barred: Dict[int, Tuple[str, str]] = {}   # rows whose writing rolls the whole transaction back
 
-    def chunk(self, after: float) -> Optional[float]:
-        """Decide the next rows, in one transaction; the last of them, or None where there is none."""
-        base, written = self.table.base, self.written
-        news: List[Tuple[str, str, str]] = []
-        base.execute("BEGIN" if self._dry else "BEGIN IMMEDIATE")       # nobody writes between our reading and writing
-        try:
-            rows = self.table.chunk(after)
-            for cells in rows:
-                news.append(self._row(cells))
-                if not base.in_transaction:             # nothing of it stands: once more, without this row
-                    self.written = written
-                    return after
-            base.execute("COMMIT")
-        except BaseException:
-            if base.in_transaction:
-                base.execute("ROLLBACK")
-            raise
-        for sha, outcome, why in news:
-            self._note(sha, outcome, why)
-        return rows[-1][0] if rows else None
+def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str, Fate]]:
+    """Walk a table.  After each transaction the items applied in it; in the end all answered items,
+    each with the best that any of its rows came to.
+    """
+    came = {change.name: ("missing_row", "") for change in found.changes.values()}
+    after = -math.inf
+    rows: Sequence[Any] = [()]
+    while rows:
+        # Nobody writes between our reading and writing.
+        table.base.execute("BEGIN" if options.dry_run else "BEGIN IMMEDIATE")
+        written = table.written
+        rows = table.chunk(after)
+        news = [decided(table, found, options, cells)
+                for cells in rows if table.base.in_transaction]
+        if table.base.in_transaction:
+            table.base.execute("COMMIT")
+        elif table.size > 1:                    # nothing of it stands: again, each row by itself
+            table.size = 1
+            table.written = written
+            continue
+        for name, fate in news:
+            if name:
+                came[name] = min(came[name], fate, key=lambda one: BEST_FIRST.index(one[0]))
+        if rows:
+            after = rows[-1][0]
+        yield {name: fate for name, fate in news if fate == APPLIED}
+    yield came
 
-    def _row(self, cells: Sequence[Any]) -> Tuple[str, str, str]:
-        """Decide one row, given by its cells, as (digest, outcome, why); without an outcome where it is left alone."""
-        row, text, key, rubric, batch, *values = cells
-        sha = text_digest(text)[:32] if isinstance(text, str) and not SURROGATE.search(text) else ""
-        change, version = self.found.get(sha), self.table.version
-        if change is None:
-            return self._by_source.get(str(key), ""), "stale_text", ""
-        if self._before(change, batch, values):
-            return sha, "applied", ""
-        if version is not None and rubric is not None:
-            decided = version_in(rubric)
-            if decided is None or decided > version:
-                return sha, "stale_rubric", ""
-        if self.written == self._limit:
-            return sha, "", ""
-        now = cells if self._dry else self.table.cells(row)
-        if now != cells:                                # a trigger of a row before it has changed it
-            return self._row(now) if now else ("", "", "")
-        outcome, why = self._barred.get(row) or (("applied", "") if self._dry else self.table.update(row, change))
-        if not self.table.base.in_transaction:
-            self._barred[row] = outcome, why
-        self.written += outcome == "applied"
-        return sha, outcome, why
 
-    def settle(self) -> None:
-        """What has met no row is missing."""
-        gone = self.found.keys() - self.outcomes.keys() - self.left_out
-        self.outcomes.update(dict.fromkeys(sorted(gone), "missing_row"))
+def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head: Entry) -> None:
+    """Put on the ledger which items came to another outcome than it says."""
+    news: Dict[str, List[str]] = collections.defaultdict(list)
+    reasons: Dict[str, str] = {}
+    for name, (outcome, why) in came.items():
+        if outcome != LEFT and known.get(name) != outcome:
+            known[name] = outcome
+            news[outcome].append(name)
+            if why:
+                reasons[name] = why
+    if news:
+        ledger.append(row_parts(compact({
+            "event": "apply", "at": timestamp(), **head, **news, "why": reasons})))
+        ledger.sync()
 
-    def _before(self, change: Change, batch: Any, values: Sequence[Any]) -> bool:
-        """Whether a row has had this decision: it is there, under its mark; or the ledger says so, and a person may
-        have changed it since (the mark may be that of another stage on the same text).
-        """
-        pairs = list(zip(values, change.values))
-        if batch == change.mark and all(itertools.starmap(same_cell, pairs)):
-            return True
-        return change.name in self._known and str(batch).endswith("/" + change.name) and not any(
-            now is None and value is not None for now, value in pairs)
 
-    def _note(self, sha: str, outcome: str, why: str) -> None:
-        if sha and not outcome:
-            self.left_out.add(sha)
-        elif sha:
-            self.outcomes[sha] = min(self.outcomes.get(sha, outcome), outcome, key=OUTCOMES.index)
-            self.changed.add(sha)
-            if why and self.outcomes[sha] == outcome:
-                self.why[sha] = why
+def columns_set(options: Settings, task: Task) -> Dict[str, str]:
+    """Which column takes which field; HarnessError where the task has no such field or rubric."""
+    check_twice("--set", options.columns)
+    fields = dict(options.columns) or {name: name for name in task.fields}
+    for field in fields.values():
+        if field not in task.fields:
+            raise HarnessError("--set: the task has no field %s; it has %s" % (
+                field, ", ".join(task.fields)))
+    if (task.rubric_version is None) is not (options.rubric_column is None):
+        raise HarnessError("the task's rubric_version is %s; give --rubric-column where there is "
+                           "one, and only there" % shown(task.rubric_version))
+    return fields
 
 
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
     import sqlite3
-    check_twice("--set", options.columns)
     task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    columns = ", ".join(sorted(column for column, _ in options.columns) or sorted(task.fields))
-    target = "%s, table %s (%s)" % (os.path.abspath(options.database), options.table, columns)
+    fields = columns_set(options, task)
+    target = "%s, table %s (%s)" % (
+        os.path.abspath(options.database), options.table, ", ".join(sorted(fields)))
+    head = {"stage": task.stage, "task": task.fingerprint, "target": target}
+    table: Optional[Table] = None
     with contextlib.ExitStack() as stack:
-        ledger = None if options.dry_run else stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-        known: Dict[str, str] = {}                      # item -> its last outcome on the ledger
-        for row in ledger.rows() if ledger is not None else Log(options.ledger):
-            if row["event"] == "apply" and row["target"] == target:
-                mine = row["task"] == task.fingerprint
-                news = {name: word for word in OUTCOMES for name in row.get(word, [])}
-                if mine:
-                    known.update(news)
-                else:                                   # another task has written these columns since
-                    for name in row.get("applied", []):
-                        known.pop(name, None)
-        applier: Optional[Applier] = None
+        ledger: Optional[Ledger] = None
+        rows: Iterable[Entry] = Log(options.ledger)
+        if not options.dry_run:
+            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
+            rows = ledger.rows()
         try:
             base = stack.enter_context(contextlib.closing(open_database(options)))
-            table = Table(base, options, task)
-            found = decisions(options.ledger, task, table.fields)
-            applier = Applier(table, found, {name for name, word in known.items() if word == "applied"}, options)
-            after: Optional[float] = -math.inf
-            while after is not None:
-                after = applier.chunk(after)
-                if after is None:
-                    applier.settle()
+            table = Table(base, options, fields)
+            found = decisions(options.ledger, rows, task, fields.values(), target)
+            known = dict(found.outcomes)
+            for came in walk(table, found, options):
                 if ledger is not None:
-                    note_outcomes(ledger, applier, known, task, target, after is None)
+                    record(ledger, known, came, head)
         except sqlite3.Error as error:
-            if applier is None and "locked" not in str(error):
-                raise HarnessError("cannot open %s: %s; check --database" % (options.database, error))
-            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (options.database, error))
+            if table is None and "locked" not in str(error):
+                raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
+                                   "the columns" % (options.table, options.database, error))
+            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
+                options.database, error))
             return STOPPED
-    say("%d rows %swritten to %s" % (applier.written, "would be " if options.dry_run else "", target))
-    out("%d answered items: %s%s" % (
-        len(applier.found), as_counts(collections.Counter(applier.outcomes.values())),
-        "; %d wait for after --limit" % len(applier.left_out) if applier.left_out else ""))
-    if set(applier.outcomes.values()) <= {"missing_row"} and not applier.left_out:
-        say("no row holds the text of an answer of this task; check --ledger, --table and --text-field")
-    undone = {word: sha for sha, word in applier.outcomes.items() if word in UNDONE}        # one of each
-    for word, sha in undone.items():
-        say("%s, such as item %s: %s; %s" % (word, found[sha].name, applier.why[sha], UNDONE[word]))
+    verb = "would be written" if options.dry_run else "written"
+    say("%d rows %s to %s" % (table.written, verb, target))
+    tally = collections.Counter(outcome for outcome, _ in came.values())
+    out("%d answered items: %s" % (len(came), as_counts(tally)))
+    undone = {outcome: (outcome, name, why) for name, (outcome, why) in came.items() if why}
+    for one in undone.values():
+        say("%s, such as item %s: %s" % one)
     return QUARANTINED_LEFT if undone else DONE
-
-
-def note_outcomes(ledger: Ledger, applier: Applier, known: Dict[str, str], task: Task, target: str, last: bool) -> None:
-    """Put on the ledger what is new: what was applied after each chunk, the rest in the end."""
-    news: Dict[str, List[str]] = collections.defaultdict(list)
-    why: Dict[str, str] = {}
-    changed = applier.outcomes.keys() if last else applier.changed
-    for sha, outcome in ((sha, applier.outcomes[sha]) for sha in changed):
-        name = applier.found[sha].name
-        if known.get(name) != outcome and (last or outcome == "applied"):
-            known[name] = outcome
-            news[outcome].append(name)
-            if outcome in UNDONE:
-                why[name] = applier.why[sha]
-    applier.changed.clear()
-    if news:
-        ledger.append(row_parts(compact({
-            "event": "apply", "at": timestamp(), "stage": task.stage, "task": task.fingerprint, "target": target,
-            **news, "why": why})))
-        ledger.sync()
 
 
 # ====================================================================================================================
@@ -7999,7 +7864,7 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
             bad = good_rows(source.rows(), source.name, False, collections.Counter())
             collections.deque(bad, maxlen=0)                    # refuses bad rows
         rows = exported(source, task, ledgers, options.id_length)
-        export(counted(rows, tally, lambda row: row["status"]), options.output, task, options.raw_csv)
+        export(counted(rows, tally), options.output, task, options.raw_csv)
     target = "standard output" if options.output == "-" else options.output
     say("%d rows to %s: %s" % (sum(tally.values()), target, as_counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
