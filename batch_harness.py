@@ -2372,13 +2372,17 @@ class Speaker:
         self._print("")
 
 
-# ====================================================================================================================
-# MODELS.  Where replies come from: callables that take a prompt and what to add to the request, give a Reply or a
-# text, and raise CallFailed when no reply came.  How one endpoint differs from another is a row of PROVIDERS, never
-# an `if` elsewhere.  A key goes into one header and into nothing else.
-# ====================================================================================================================
+# ==================================================================================================
+# MODELS.  Where replies come from: callables that take a prompt and what to add to the request,
+# give a Reply or a text, and raise CallFailed when no reply came.  How one endpoint differs from
+# another is a row of PROVIDERS, never an `if` elsewhere.  A key goes into one header and into
+# nothing else, and is masked in all that comes back.  HTTP is read here, since so a request and its
+# response take 0.3 of http.client's CPU time (.ci/bench.py prints it).
+# ==================================================================================================
 
-Call = Callable[[str, Mapping[str, Any]], Reply]        # of the prompt, and of what to add to the request
+Object = Mapping[str, Any]              # of JSON
+Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
+Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> the kind
 
 
 class Model(NamedTuple):
@@ -2386,85 +2390,116 @@ class Model(NamedTuple):
 
     name: str                           # as it was asked for, "provider:name"
     host: str                           # where texts go, for a person to read
-    call: Call                          # gives a Reply whose members are of the right types, or None
-    params: Dict[str, Any] = {}         # sent with every request
+    call: Call                          # gives a Reply of members of the right types
+    params: Object = {}                 # sent with every request
     workers: int = 4                    # calls in flight where the person says nothing
-    structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None   # what asks for an object keyed by these ids
+    structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
+    #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
     roomier: str = ""                   # how to make room for a longer prompt
-    tick: Callable[[float], None] = lambda now: None        # called a few times a second: ends calls that are overdue
+    tick: Callable[[float], None] = lambda now: None
+    #                                   called a few times a second: ends calls that are overdue
     jobs: Optional[Post] = None         # its batch engine
 
 
 class Provider(NamedTuple):
-    """How one endpoint differs from the others.  What a row leaves out is as in OpenAI's chat form."""
+    """How one endpoint differs from the others; by default it is as in OpenAI's chat form."""
 
-    base: str                                       # URL; "" where the person must name it
-    key: str = ""                                   # variable of the key; "" where none is needed
-    base_variable: str = ""                         # variable of another URL
-    api: str = "chat"                               # a row of APIS
-    header: str = "Authorization: Bearer %s"        # that carries the key
-    limit: str = "max_tokens"                       # its name for --max-tokens
-    defaults: Mapping[str, Any] = {}                # sent unless --param says otherwise
-    refused: Mapping[str, str] = {}                 # parameters it refuses or drops unseen -> what to do instead
-    versions: Mapping[str, Mapping[str, str]] = {}  # of its API, the usual one first -> what is refused under each
-    statuses: Mapping[int, str] = {}                # HTTP statuses with a meaning of their own -> kind of CallFailed
-    structured: bool = True                         # whether it takes a schema for its output
-    batches: bool = False                           # whether it has a batch engine of the form of its API
-    roomier: str = ""                               # how to make room for a longer prompt
+    base: str                                   # URL; "" where the person must name it
+    key: str = ""                               # variable of the key; "" where none is needed
+    base_variable: str = ""                     # variable of another URL
+    api: str = "chat"                           # a row of APIS
+    header: str = "Authorization: Bearer %s"    # that carries the key
+    limit: str = "max_tokens"                   # its name for --max-tokens
+    defaults: Object = {}            # sent unless --param says otherwise
+    refused: Mapping[str, str] = {}             # what it refuses or drops unseen -> what to do
+    versions: Mapping[str, Mapping[str, str]] = {}
+    #                                           of its API, the usual one first -> refused under it
+    statuses: Kinds = {}
+    structured: bool = True                     # whether it takes a schema for its output
+    batches: bool = False                       # whether it has a batch engine of its API's form
+    roomier: str = ""                           # how to make room for a longer prompt
 
 
-OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # any of OpenAI's form, named by its URL
+OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
 PROVIDERS: Dict[str, Provider] = {
-    "openai": Provider("https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL", limit="max_completion_tokens",
-                       batches=True),
+    "openai": Provider(
+        "https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL",
+        limit="max_completion_tokens",
+        batches=True),
     "anthropic": Provider(
-        "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL", "messages", "x-api-key: %s",
+        "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL",
+        api="messages",
+        header="x-api-key: %s",
         defaults={"max_tokens": 8192},              # this API demands a limit
-        refused=dict.fromkeys(("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
-        versions={"2026-10-21": dict.fromkeys(("temperature", "top_p", "top_k"),
-                                              "leave it out, or ask under --api-version 2023-06-01"),
-                  "2023-06-01": {}},
+        refused=dict.fromkeys(
+            ("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
+        versions={
+            "2026-10-21": dict.fromkeys(
+                ("temperature", "top_p", "top_k"),
+                "leave it out, or ask under --api-version 2023-06-01"),
+            "2023-06-01": {}},
         batches=True),
     "ollama": Provider(
         "http://127.0.0.1:11434/v1",
-        refused=dict.fromkeys(("options", "num_ctx", "think", "max_completion_tokens"),
-                              "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
+        refused=dict.fromkeys(
+            ("options", "num_ctx", "think", "max_completion_tokens"),
+            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
         roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
-    "openrouter": Provider("https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
-                           statuses={403: "rejected"}),             # by its moderation
-    "gemini": Provider("https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
+    "openrouter": Provider(
+        "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
+        statuses={403: "rejected"}),                # by its moderation
+    "gemini": Provider(
+        "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
     "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
-    "dashscope": Provider("https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
-                          defaults={"enable_thinking": False},      # newer models think, and bill it, unless told
-                          structured=False, batches=True),
-    "mistral": Provider("https://api.mistral.ai/v1", "MISTRAL_API_KEY", refused={"seed": "write random_seed"}),
-    "groq": Provider("https://api.groq.com/openai/v1", "GROQ_API_KEY", statuses={498: "retry"},     # no capacity now
-                     batches=True),
-    "azure": Provider("", "AZURE_OPENAI_API_KEY", header="api-key: %s", limit="max_completion_tokens", batches=True),
+    "dashscope": Provider(
+        "https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
+        defaults={"enable_thinking": False},        # newer models think, and bill it, unless told
+        structured=False,
+        batches=True),
+    "mistral": Provider(
+        "https://api.mistral.ai/v1", "MISTRAL_API_KEY",
+        refused={"seed": "write random_seed"}),
+    "groq": Provider(
+        "https://api.groq.com/openai/v1", "GROQ_API_KEY",
+        statuses={498: "retry"},                    # no capacity now
+        batches=True),
+    "azure": Provider(
+        "", "AZURE_OPENAI_API_KEY",
+        header="api-key: %s",
+        limit="max_completion_tokens",
+        batches=True),
 }
-CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or py:FILE.py:FUNCTION"
-           % ", ".join(PROVIDERS))
+CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or "
+           "py:FILE.py:FUNCTION" % ", ".join(PROVIDERS))
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
+
+
+# Options that mean nothing where there is no endpoint; the demo takes the last three.
+ENDPOINT_ONLY: Sequence[str] = (
+    "base_url", "api_key_env", "api_version", "max_tokens", "param", "retry_param", "structured")
 
 
 def open_model(options: Settings, task: Task) -> Model:
     """The model a person named; HarnessError, before any call, when it cannot be used."""
     asked = options.model
+    kind, _, name = asked.partition(":")
     if not asked:
         raise HarnessError("no --model named; choose " + CHOICES)
-    kind, _, name = asked.partition(":")
     if kind not in ("demo", "cmd", "py"):
         return open_endpoint(options, task)
     if not name and kind != "demo":
         raise HarnessError("--model %s names nothing to run; choose %s" % (asked, CHOICES))
-    foreign = ["base_url", "api_key_env", "api_version", "max_tokens"]
-    foreign += [] if kind == "demo" else ["param", "retry_param", "structured"]
+    foreign = ENDPOINT_ONLY
+    if kind == "demo":
+        foreign = ENDPOINT_ONLY[:4]
     given = ["--" + word.replace("_", "-") for word in foreign if getattr(options, word)]
     if given:
-        raise HarnessError("%s means nothing to a model of %s:; leave it out" % (", ".join(given), kind))
+        raise HarnessError("%s means nothing to a model of %s:; leave it out" % (
+            ", ".join(given), kind))
     if kind == "demo":
-        return Model(asked, "this process (demo answers, no model)", Demo(task, name), dict(options.param))
+        call = Demo(task, name)
+        return Model(asked, "this process (demo answers, no model)", call, dict(options.param))
     if kind == "cmd":
         return Model(asked, "this machine", command_model(name, options.timeout))
     return Model(asked, "this machine", function_model(name), workers=1)
@@ -2473,84 +2508,111 @@ def open_model(options: Settings, task: Task) -> Model:
 def provider_of(model: str) -> Tuple[str, Provider, str]:
     """What a person named, as (the provider in words, its row, the name of the model there)."""
     word, _, name = model.partition(":")
+    if re.search(r"[\0-\x1f\x7f]", model):
+        raise HarnessError("--model %s holds a line break or another control; write the bare name"
+                           % shown(model))
     if word not in PROVIDERS:
-        word, name = "this endpoint", model
-    elif not name:
+        return "this endpoint", OTHER, model
+    if not name:
         raise HarnessError("--model %s names no model; write %s:NAME" % (model, word))
-    elif word != "ollama" and re.match(r"(latest|\d+(\.\d+)?[bm])\b", name):
-        raise HarnessError("--model %s can be a model of Ollama's or %s's; write ollama:%s, or the name it has at %s"
-                           % (model, word, model, word))
-    if re.search(r"[\0-\x1f\x7f]", name):
-        raise HarnessError("--model %s holds a line break or another control; write the bare name" % shown(model))
-    return word, PROVIDERS.get(word, OTHER), name
+    if word != "ollama" and re.match(r"(latest|\d+(\.\d+)?[bm])\b", name):
+        raise HarnessError("--model %s can be a model of Ollama's or %s's; write ollama:%s, or the "
+                           "name it has at %s" % (model, word, model, word))
+    return word, PROVIDERS[word], name
 
 
 def open_endpoint(options: Settings, task: Task) -> Model:
     """The model behind an endpoint, by the row of its provider."""
     word, provider, name = provider_of(options.model)
-    emitted = options.command == "emit"                     # requests go to a file: no host and no key are needed
-    url = "http://localhost" if emitted else (
-        options.base_url or os.environ.get(provider.base_variable, "").strip() or provider.base)
-    if emitted and provider.api != "chat":
-        raise HarnessError("`emit` writes OpenAI's batch form, which %s does not read; take --batch-api there" % word)
-    if not url and provider is OTHER:
-        import difflib
-        close = difflib.get_close_matches(name.partition(":")[0], PROVIDERS, 1) if ":" in name else []
-        meant = "%s:%s" % (close[0], name.partition(":")[2]) if close else "ollama:" + name
-        raise HarnessError("--model %s names no provider and there is no --base-url; did you mean %s? choose %s"
-                           % (name, meant, CHOICES))
-    if not url:
-        raise HarnessError("%s has a base URL of your own; name it with --base-url https://NAME.../openai/v1" % word)
-    api, version = APIS[provider.api], options.api_version or next(iter(provider.versions), None)
-    if url.partition("?")[0].rstrip("/").endswith(api.path):
-        raise HarnessError("the base URL ends in %s, which is added to it here; leave that off" % api.path)
+    api = APIS[provider.api]
+    emitted = options.command == "emit"         # requests go to a file: no host or key is needed
+    if emitted:
+        options = options._replace(base_url="http://localhost", dry_run=True)
+        if provider.api != "chat":
+            raise HarnessError("`emit` writes OpenAI's batch form, which %s does not read; take "
+                               "--batch-api there" % word)
+    url = base_url_of(options, word, provider)
+    version = options.api_version or next(iter(provider.versions), None)
     check_parameters(options, word, provider, version)
-    limit = {provider.limit: options.max_tokens} if options.max_tokens else {}
-    params = {**provider.defaults, **limit, **dict(options.param)}
-    key = "" if emitted else endpoint_key(options, provider, url)
-    headers = [form % value for form, value in ((provider.header, key), (api.version_header, version)) if value]
+    params = dict(provider.defaults)
+    if options.max_tokens:
+        params[provider.limit] = options.max_tokens
+    params.update(options.param)
+    key = endpoint_key(options, provider, url)
+    entries = (provider.header, key), (api.version_header, version)
+    headers = [form % value for form, value in entries if value]
     client = Client(url, options.timeout, headers, key)
+    endpoint = Endpoint(client, api, {"model": name, **params}, provider.statuses)
+    workers, host, structure, jobs = 4, client.host, None, None
+    if client.loopback:
+        workers = 1
+    if emitted:
+        host = "the file " + options.file
+    if task.form == "keyed":
+        structure = functools.partial(asked_structure, api, task)
+    if emitted or provider.batches:
+        jobs = Post(client, endpoint, ENGINES[provider.api])
+    return Model(options.model, host, endpoint.ask, params, workers, structure, version,
+                 provider.roomier, client.end_overdue, jobs)
 
-    def structure(ids: Sequence[str]) -> Dict[str, Any]:
-        return api.structure(reply_schema(task, ids))
-    call = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-    host = "the file " + options.file if emitted else client.host
-    return Model(options.model, host, call, params, workers=1 if client.loopback else 4,
-                 structure=structure if task.form == "keyed" else None, api_version=version, roomier=provider.roomier,
-                 tick=client.end_overdue,
-                 jobs=Post(client, call, ENGINES[provider.api]) if provider.batches or emitted else None)
+
+def base_url_of(options: Settings, word: str, provider: Provider) -> str:
+    """Where an endpoint is: as it was named, by its variable, or by its row."""
+    named = options.base_url or os.environ.get(provider.base_variable, "").strip()
+    url = named or provider.base
+    if not url and provider is OTHER:
+        raise HarnessError("--model %s names no provider and there is no --base-url; did you mean "
+                           "ollama:%s? choose %s" % (options.model, options.model, CHOICES))
+    if not url:
+        raise HarnessError("%s has a base URL of your own; name it with --base-url "
+                           "https://NAME.../openai/v1" % word)
+    path = APIS[provider.api].path
+    if url.partition("?")[0].rstrip("/").endswith(path):
+        raise HarnessError("the base URL ends in %s, which is added to it here; leave that off"
+                           % path)
+    return url
 
 
-def check_parameters(options: Settings, word: str, provider: Provider, version: Optional[str]) -> None:
-    """HarnessError when the provider would refuse or drop what is asked for, or two options say the same."""
-    asked = {name for name, _ in (*options.param, *options.retry_param)}
-    structure = APIS[provider.api].structure({}).keys()
-    for name, instead in {**provider.refused, **provider.versions.get(version or "", {})}.items():
+def check_parameters(options: Settings, word: str, provider: Provider,
+                     version: Optional[str]) -> None:
+    """HarnessError where the provider would refuse or drop something, or it is said twice."""
+    params = {name for name, _ in options.param}
+    asked = params.union(name for name, _ in options.retry_param)
+    if options.api_version and version not in provider.versions:
+        known = " or ".join(["leave it out", *provider.versions])
+        raise HarnessError("%s has no --api-version %s; %s" % (word, version, known))
+    refused = {**provider.refused, **provider.versions.get(version or "", {})}
+    for name in refused:
         if name in asked:
-            raise HarnessError("%s does not take %s; %s" % (word, name, instead))
-    if options.api_version and options.api_version not in provider.versions:
-        known = ", or take " + " or ".join(provider.versions) if provider.versions else ""
-        raise HarnessError("%s has no --api-version %s; leave it out%s" % (word, options.api_version, known))
-    limits = [name for name in ("max_tokens", "max_completion_tokens") if name in dict(options.param)]
-    if options.max_tokens and limits:
-        raise HarnessError("--max-tokens and --param %s say the same; give one of them" % limits[0])
+            raise HarnessError("%s does not take %s; %s" % (word, name, refused[name]))
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
-    if options.structured and structure & asked:
-        raise HarnessError("--structured and --param %s say the same; give one of them" % ", ".join(structure))
+    limits = {"max_tokens", "max_completion_tokens"}
+    structure = APIS[provider.api].structure({}).keys()
+    for option, given, twice in (
+            ("--max-tokens", options.max_tokens, params & limits),
+            ("--structured", options.structured, asked & structure)):
+        if given and twice:
+            raise HarnessError("%s and --param %s say the same; give one of them" % (
+                option, min(twice)))
 
 
 def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
-    """The key, from its variable; HarnessError, which never shows it, when it is missing or cannot be sent."""
-    variable, place = options.api_key_env or provider.key, split_url(url, BASE_URL)
+    """The key, from its variable; HarnessError, which never shows it, where it is of no use."""
+    host = split_url(url, BASE_URL).hostname
+    variable = options.api_key_env or provider.key
     key = os.environ.get(variable, "").strip()
     if not re.match(r"[\x21-\x7e]*\Z", key):
-        raise HarnessError("the key in %s holds characters that no header can carry; set it again" % variable)
-    needed = options.api_key_env or (provider.key and provider is not OTHER and not is_loopback(place.hostname))
-    if needed and not key and not options.dry_run:
-        named = variable if re.match(r"[A-Z][A-Z0-9_]*\Z", variable) else "the variable (not shown: it may be a key)"
-        raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (place.hostname, named))
-    return key
+        raise HarnessError("the key in %s holds characters that no header can carry; set it again"
+                           % variable)
+    optional = provider is OTHER or is_loopback(host)
+    needed = options.api_key_env or (variable and not optional)
+    if key or options.dry_run or not needed:
+        return key
+    if not re.match(r"[A-Z][A-Z0-9_]*\Z", variable):
+        variable = "the variable (not shown: it may be a key)"
+    raise HarnessError("no key for %s; set %s, or name a variable with --api-key-env" % (
+        host, variable))
 
 
 # ---- HTTP: bytes to a host and back ----
@@ -2558,9 +2620,12 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
 CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
-    **dict.fromkeys((9, 10), "check this machine's clock, or have the server's certificate renewed"),
+    **dict.fromkeys(
+        (9, 10), "check this machine's clock, or have the server's certificate renewed"),
     **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
-END_OF_LINE, END_OF_HEAD = re.compile(rb"\r?\n"), re.compile(rb"\r?\n\r?\n")
+END_OF_LINE = re.compile(rb"\r?\n")
+END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
+UNSIGNED = "set SSL_CERT_FILE to that of who signed it"
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
 MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
@@ -2576,19 +2641,19 @@ class Response(NamedTuple):
 
 
 class Inbox:
-    """What a connection brings; `receive` gives the next bytes, or none at the end.  EOFError: it ended too soon."""
+    """What a connection brings; `receive` gives the next bytes, or none at the end.
 
-    def __init__(self, receive: Callable[[], bytes], most: int) -> None:
+    EOFError: it ended too soon; OverflowError: a head without end.
+    """
+
+    def __init__(self, receive: Callable[[], bytes]) -> None:
         self.data = b""                                 # what came and is not read yet
-        self._receive, self._left, self._most = receive, most, most
+        self._receive = receive
 
-    def more(self, needed: bool = True) -> bytes:
-        """The next bytes from the connection."""
+    def more(self) -> bytes:
+        """The next bytes that come."""
         part = self._receive()
-        self._left -= len(part)
-        if self._left < 0:
-            raise OverflowError("more than %d MB as one reply" % (self._most >> 20))
-        if not part and needed:
+        if not part:
             raise EOFError("the reply broke off")
         return part
 
@@ -2596,491 +2661,569 @@ class Inbox:
         """The bytes before a pattern of at most four, which is passed over."""
         found = mark.search(self.data)
         while not found:
-            if len(self.data) > MAX_HEAD:
+            searched = max(0, len(self.data) - 3)       # or it is searched from its start each time
+            if searched > MAX_HEAD:
                 raise OverflowError("more than %d kB as a head" % (MAX_HEAD >> 10))
-            searched = max(0, len(self.data) - 3)       # or an endless head would be searched from its start each time
             self.data += self.more()
             found = mark.search(self.data, searched)
-        before, self.data = self.data[:found.start()], self.data[found.end():]
+        before = self.data[:found.start()]
+        self.data = self.data[found.end():]
         return before
 
-    def take(self, size: int) -> bytes:
-        """So many bytes.  ValueError: less than none."""
+    def take(self, size: int) -> Iterator[bytes]:
+        """So many bytes, as they come."""
         if size < 0:
             raise ValueError("a length below zero")
-        parts, came = [self.data], len(self.data)
-        while came < size:
-            parts.append(self.more())
-            came += len(parts[-1])
-        data = b"".join(parts)
-        self.data = data[size:]
-        return data[:size]
+        while size > 0:
+            part = self.data or self.more()
+            self.data = part[size:]
+            yield part[:size]
+            size -= len(part)
 
-    def rest(self) -> bytes:
+    def rest(self) -> Iterator[bytes]:
         """All there will ever be."""
-        return b"".join([self.take(len(self.data)), *iter(functools.partial(self.more, False), b"")])
+        with contextlib.suppress(EOFError):
+            yield from self.take(sys.maxsize)
 
     def chunks(self) -> Iterator[bytes]:
         """The parts of a chunked body; its trailers are passed over."""
         for size in iter(lambda: int(self.upto(END_OF_LINE).split(b";")[0], 16), 0):
-            yield self.take(size)
+            yield from self.take(size)
             self.upto(END_OF_LINE)
         with contextlib.suppress(EOFError):             # after the last chunk the body is whole
             while self.upto(END_OF_LINE):
                 pass
 
 
-def inflated(body: bytes, most: int, due: float) -> Iterator[bytes]:
-    """A compressed body of any number of members.  EOFError: it broke off; OverflowError, TimeoutError: too much.
-
-    It is taken in small pieces, since the end of a member costs a copy of what is left of its piece.
-    """
+def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
+    """A compressed body of any number of members, part by part."""
+    if zlib is None:
+        raise OverflowError("a compressed reply, and this Python has no module zlib")
     inflater = zlib.decompressobj(47)
-    for start in range(0, len(body), 4096):
-        piece = body[start:start + 4096]
-        while piece:
-            if time.monotonic() > due:
-                raise TimeoutError
-            inflater = zlib.decompressobj(47) if inflater.eof else inflater
-            part = inflater.decompress(piece, most + 1)
-            most -= len(part)
-            if most < 0:
-                raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
-            yield part
-            piece = inflater.unused_data
-    if body and not inflater.eof:
+    broken = False
+    for piece in parts:
+        rest = piece
+        while rest:
+            if inflater.eof:
+                inflater = zlib.decompressobj(47)
+            yield inflater.decompress(rest, MAX_REPLY + 1)
+            rest = inflater.unused_data
+            broken = not inflater.eof
+    if broken:
         raise EOFError("the compressed reply broke off")
 
 
-def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math.inf) -> Response:
-    """One HTTP/1.1 response (RFC 9112).  EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it;
-    TimeoutError: it was not inflated when it was due.
-    """
-    most = most or MAX_REPLY
-    inbox, status = Inbox(receive, most), "100"
-    while status[:1] == "1":                            # 1xx are news on the way
+def received(inbox: Inbox) -> Iterator[Any]:
+    """One HTTP/1.1 response (RFC 9112): a Response without its body, then the body by parts."""
+    status = "100"
+    while status[0] == "1":                             # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
-        version, status = first[:9], first[9:12]
-        if version not in ("HTTP/1.1 ", "HTTP/1.0 ") or not re.match("[1-5][0-9][0-9]", status):
+        if not re.match(r"HTTP/1\.[01] [1-5]\d\d", first):
             raise ValueError("it does not speak HTTP (or https, not http?): " + first)
+        status = first[9:12]
     headers = {}
     for line in lines:
         name, _, value = line.partition(":")
         headers[name.lower()] = value.strip()
+    keeps = first[:8] == "HTTP/1.1" and "close" not in headers.get("connection", "").lower()
     length = headers.get("content-length")
-    chunked = headers.get("transfer-encoding", "").lower().endswith("chunked")
-    if status in ("204", "304"):
-        body = b""
-    elif chunked:
-        body = b"".join(inbox.chunks())
+    if status in ("204", "304"):                        # which have no body
+        length = "0"
+    if headers.get("transfer-encoding", "").lower().endswith("chunked"):
+        parts = inbox.chunks()
+    elif length is not None:
+        parts = inbox.take(int(length))
     else:
-        body = inbox.rest() if length is None else inbox.take(int(length.split(",")[0]))
-    if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip", "deflate"):      # unasked, as some gateways do
-        if zlib is None:
-            raise OverflowError("a compressed reply, and this Python has no module zlib")
-        body = b"".join(inflated(body, most, due))
-    ends = length is not None or chunked or status in ("204", "304")
-    kept_alive = ends and version == "HTTP/1.1 " and "close" not in headers.get("connection", "").lower()
-    return Response(int(status), headers, body, kept_alive and not inbox.data)
+        parts = inbox.rest()
+        keeps = False
+    if "gzip" in headers.get("content-encoding", ""):   # unasked, as some gateways do
+        parts = inflated(parts)
+    yield Response(int(status), headers, b"", keeps)
+    yield from parts
 
 
-class Kept(threading.local):
-    """A thread's own connection, kept alive between its requests."""
+def read_response(receive: Callable[[], bytes], most: int = 0, due: float = math.inf) -> Response:
+    """One response, whole.
 
-    connection: Any = None
-    has_news: Callable[[], bool]        # whether something waits to be read on it, if only its end
-    began = 0.0                         # when its last request began
+    EOFError: it broke off; ValueError: no HTTP; OverflowError: too much of it; TimeoutError: it
+    was not inflated when it was due.
+    """
+    inbox = Inbox(receive)
+    left = most or MAX_REPLY
+    parts = received(inbox)
+    head: Response = next(parts)
+    body = []
+    for part in parts:
+        left -= len(part)
+        if left < 0:
+            raise OverflowError("more than %d MB as one reply" % (MAX_REPLY >> 20))
+        if time.monotonic() > due:
+            raise TimeoutError
+        body.append(part)
+    return head._replace(body=b"".join(body), kept_alive=head.kept_alive and not inbox.data)
 
 
 class Client:
-    """Requests to one base URL.  No redirect is followed, and a request that may have been seen is not repeated here.
+    """Requests to one base URL.  No redirect is followed, none that was seen is sent again.
 
-    `headers` are lines, one of which carries the `secret`.  `mask` takes it, the proxy's login and the values of the
-    URL's query out of errors; `mask_long` takes a long secret out of replies, where a short one may be an honest word.
+    `headers` are lines, one of which carries the `secret`.  `mask` takes it, the proxy's login and
+    the values of the URL's query out of errors; `mask_long` takes a long secret out of replies,
+    where a short one may be an honest word.
     """
 
     def __init__(self, base_url: str, timeout: float, headers: Sequence[str], secret: str) -> None:
         import http.client
         url = split_url(base_url, BASE_URL)
         if url.username or url.password:
-            raise HarnessError("the base URL holds a user or password; put the key into a variable (--api-key-env)")
-        self._http, self._timeout, self._kept, self._wary = http.client, timeout, Kept(), False
-        self._tls, self._path, self._query = url.scheme == "https", url.path.rstrip("/"), url.query
-        self._address = (url.hostname, url.port or (443 if self._tls else 80))
-        self.host, self.loopback = "%s://%s%s" % (url.scheme, url.netloc, self._path), is_loopback(url.hostname)
-        self._headers = ["Host: " + url.netloc, "User-Agent: batch_harness/" + __version__, "Accept: application/json",
-                         "Accept-Encoding: identity", *headers]
-        self._proxy, self._login = proxy_for(url.scheme, "" if self.loopback else url.hostname)
-        if self._proxy is not None and not self._tls:
+            raise HarnessError("the base URL holds a user or password; put the key into a variable "
+                               "(--api-key-env)")
+        self._http = http.client
+        self._timeout = timeout
+        self._url = url
+        self._path = url.path.rstrip("/")
+        self.host = "%s://%s%s" % (url.scheme, url.netloc, self._path)
+        self.loopback = is_loopback(url.hostname)
+        self._headers = [
+            "Host: " + url.netloc, "User-Agent: batch_harness/" + __version__,
+            "Accept: application/json", "Accept-Encoding: identity", *headers]
+        self._proxy = proxy_for(url)
+        self._login = login_of(self._proxy)
+        if url.scheme == "https":
+            self._context = tls_context()
+        elif self._proxy:
             self._path = self.host                      # a proxy is asked for the whole URL
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
-        if self._tls:
-            import ssl
-            self._context, trusted = ssl.create_default_context(), os.environ.get("SSL_CERT_FILE")
-            if trusted:                                 # which is passed over in silence where it cannot be read
-                try:
-                    self._context.load_verify_locations(trusted)
-                except OSError as error:
-                    raise HarnessError("SSL_CERT_FILE names %s, which holds no certificates that can be read: %s; set "
-                                       "it to a PEM file, or unset it" % (trusted, error.strerror or error))
-        logins = [] if self._proxy is None else [self._proxy.password or "", *(v[6:] for v in self._login.values())]
-        pairs = [pair.partition("=") for pair in url.query.split("&")]
-        secrets = [secret, *logins, *(value for _, _, value in pairs)]
-        self.mask: Callable[[str], str] = functools.partial(secret_pattern(secrets, 3).sub, "***")
-        keys = [value for name, _, value in pairs if re.search("(?i)key|token|secret|sig|auth|pass", name)]
-        self.mask_long: Callable[[str], str] = functools.partial(
-            secret_pattern([secret, *logins, *keys], 16).sub, "***")
-        self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> when that has to end
+        secrets = [secret]
+        for header in self._login.values():
+            secrets += [self._proxy.password or "", header.partition(" ")[2]]
+        values = re.findall("=([^&]*)", url.query)
+        keys = re.findall("(?i)(?:key|token|secret|sig|auth|pass)[^&=]*=([^&]*)", url.query)
+        self.mask = masker([*secrets, *values], 3)
+        self.mask_long = masker([*secrets, *keys], 16)
+        self._idle: Dict[Any, float] = {}               # a connection kept alive -> since when
+        self._trust = 0.05                              # seconds; see _kept
+        self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> its end
 
     def head(self, method: str, path: str, *lines: str) -> bytes:
-        """The head of a request; it ends in "Content-Length: ", and exchange adds the number."""
-        path = path[3:] if path.startswith("/v1/") and self._path.endswith("/v1") else path
-        target = self._path + path + (("&" if "?" in path else "?") + self._query if self._query else "")
-        whole = ["%s %s HTTP/1.1" % (method, target), *self._headers, *(lines or [JSON_BODY]), "Content-Length: "]
-        return "\r\n".join(whole).encode("ascii")
+        """The head of a request but for the number that it ends with, the length of the body."""
+        if path.startswith("/v1/") and self._path.endswith("/v1"):
+            path = path[3:]
+        query = self._url.query
+        if query:
+            path += "&" if "?" in path else "?"
+        target = self._path + path + query
+        whole = ["%s %s HTTP/1.1" % (method, target), *self._headers, *(lines or [JSON_BODY])]
+        return "\r\n".join([*whole, "Content-Length: "]).encode("ascii")
 
-    def exchange(self, head: bytes, data: bytes, timeout: float = 0.0, most: int = 0) -> Response:
-        """Send one request and read its response, all of it within the timeout.  CallFailed when none came whole.
+    def exchange(self, head: bytes, data: bytes) -> Response:
+        """Send one request and read its response, all of it within the timeout.
 
-        A kept connection may be closed without notice: one that ends before any byte came of a response is opened
-        again, once, and the request is sent again.
+        CallFailed: none came whole.  A kept connection may be closed without notice: where one
+        ends before any byte of a response came, the request is sent again, on another.
         """
-        request, due = b"%b%d\r\n\r\n%b" % (head, len(data), data), time.monotonic() + (timeout or self._timeout)
-        response = None
-        while response is None:
-            response = self._exchanged(request, due, most)
-        return response
-
-    def _exchanged(self, request: bytes, due: float, most: int) -> Optional[Response]:
-        """The response to a request; None, which a new connection never gives, where a kept one was closed."""
-        now, response, kept, first = time.monotonic(), None, self._kept, b""
-        used = connected = sent = False
-        try:
-            # Nothing can be due on a kept connection: it is closed, or out of step.  The look costs as much as some
-            # calls do, so that one that was used a moment ago is trusted, until one has failed.
-            if kept.connection is not None and (self._wary or now - kept.began > 0.05) and kept.has_news():
-                self.close()
-            kept.began = now
-            used = connected = kept.connection is not None
-            kept.connection = kept.connection or self._connection()
-            self._deadlines[kept.connection] = due
-            if not used:
-                kept.connection.connect()
-                kept.connection.sock.settimeout(None)               # from here on end_overdue is the clock
-                kept.has_news, connected = news_of(kept.connection.sock), True
-                weakref.finalize(kept.connection, kept.connection.sock.close)       # when its thread has ended
-            sock = kept.connection.sock
-            try:
-                sock.sendall(request)
-                sent = True
-            except OSError:                             # who answers before all is read, and closes, has answered
-                pass
-            first = sock.recv(1 << 16)
-            parts = itertools.chain([first], iter(functools.partial(sock.recv, 1 << 16), None))
-            response = read_response(parts.__next__, most, due)
-            return response
-        except (OSError, EOFError, ValueError, OverflowError, ZLIB_ERROR, self._http.HTTPException) as error:
-            self._wary, late = True, time.monotonic() >= due
-            if used and not first and not late and not (sent and isinstance(error, OSError)):
-                return None
-            raise self._failure(TimeoutError() if late else error, not connected, used or bool(first))
-        finally:
-            self._deadlines.pop(kept.connection, None)
-            if response is None or not (sent and response.kept_alive):
-                self.close()
+        request = b"%b%d\r\n\r\n%b" % (head, len(data), data)
+        due = time.monotonic() + self._timeout
+        came: List[Response] = []
+        while not came:
+            came = [*self._transfer([request], self._kept(), due, None)]
+        return came[0]
 
     def stream(self, head: bytes, size: int, parts: Iterable[bytes]) -> Iterator[Any]:
-        """Send a body part by part, on a connection of its own; gives the Response without its body, then the body
-        part by part.  Each must come within --timeout, all within an hour.  CallFailed when it does not come whole.
+        """Send a body part by part; gives the Response without its body, then the body by parts.
+
+        Each must come within --timeout, all within an hour.  CallFailed: it did not come whole.
         """
-        connection, due, connected = self._connection(), time.monotonic() + 3600.0, False
+        parts = itertools.chain([b"%b%d\r\n\r\n" % (head, size)], parts)
+        return self._transfer(parts, None, time.monotonic() + 3600.0, self._timeout)
+
+    def _transfer(self, request: Iterable[bytes], connection: Any, due: float,
+                  patience: Optional[float]) -> Iterator[Any]:
+        """What comes for a request; nothing where a kept connection had ended.
+
+        With patience, seconds for each read, the response comes in parts, else as one.
+        """
+        used = connected = connection is not None
+        if not used:
+            connection = self._connection()
+        first = b""
+        sent = kept = False
         self._deadlines[connection] = due
         try:
-            connection.connect()
-            connected = True
-            connection.sock.settimeout(self._timeout)
-            with contextlib.suppress(OSError):          # who answers before all is read, and closes, has answered
-                connection.sock.sendall(b"%b%d\r\n\r\n" % (head, size))
-                for part in parts:
+            if not used:
+                connection.connect()
+                connected = True
+                connection.sock.settimeout(patience)    # where there is none, end_overdue ends it
+                weakref.finalize(connection, connection.sock.close)
+            receive = functools.partial(connection.sock.recv, PART)
+            with contextlib.suppress(OSError):          # who answers early has answered
+                for part in request:
                     connection.sock.sendall(part)
-            answer: Any = self._http.HTTPResponse(connection.sock)
-            answer.begin()
-            headers = {name.lower(): value for name, value in answer.getheaders()}
-            yield Response(answer.status, headers, b"", False)
-            body = answer
-            if headers.get("content-encoding", "").lower() in ("gzip", "x-gzip"):
-                import gzip
-                body = gzip.GzipFile(fileobj=answer)
-            yield from iter(lambda: body.read(PART), b"")
-            if answer.length:
-                raise EOFError("the reply broke off")
-        except (*NOT_READ, ValueError, ImportError, self._http.HTTPException) as error:
+                sent = True
+            first = receive()
+            parts = itertools.chain([first], iter(receive, None))
+            if patience:
+                yield from received(Inbox(parts.__next__))
+            else:
+                response = read_response(parts.__next__, due=due)
+                kept = sent and response.kept_alive
+                yield response
+        except (*NOT_READ, ValueError, OverflowError, self._http.HTTPException) as error:
+            self._trust = 0.0
             late = time.monotonic() >= due
-            raise self._failure(TimeoutError() if late else error, not connected, connected)
+            seen = first or late or sent and isinstance(error, OSError)
+            if seen or not used:
+                failed = TimeoutError() if late else error
+                raise self._failure(failed, not connected, used or bool(first))
         finally:
             self._deadlines.pop(connection, None)
-            connection.close()
+            if kept:
+                self._idle[connection] = time.monotonic()
+            else:
+                connection.close()
+
+    def _kept(self) -> Any:
+        """A connection that was kept alive and that nothing waits on, or None.
+
+        The look costs as much as some calls do, so that one that was used a moment ago is trusted,
+        until one has failed.
+        """
+        with contextlib.suppress(KeyError):
+            while True:
+                connection, since = self._idle.popitem()
+                trusted = time.monotonic() - since < self._trust
+                if trusted or not has_news(connection.sock):
+                    return connection
+                connection.close()
+        return None
 
     def end_overdue(self, now: float) -> None:
-        """Shut down connections whose calls are overdue: a socket's own timeout is for one read, and a slow drip would
-        outlive it.
+        """Shut down connections whose calls are overdue.
+
+        A socket's own timeout is for one read, and a slow drip would outlive it.
         """
         import socket
         for connection in list(self._deadlines):
-            sock = connection.sock                      # meanwhile its thread may close it, or begin its next call
+            sock = connection.sock          # meanwhile its thread may close it, or begin anew on it
             if sock is not None and now > self._deadlines.get(connection, math.inf):
-                with contextlib.suppress(OSError):
-                    socket.socket.shutdown(sock, socket.SHUT_RDWR)      # the reader gets an end, as in TLS
+                with contextlib.suppress(OSError):      # the reader gets an end, as in TLS
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
     def _connection(self) -> Any:
         """A connection to be opened, through the proxy where there is one."""
-        host, port = self._address if self._proxy is None else (self._proxy.hostname, self._proxy.port or 80)
+        address = address_of(self._proxy or self._url)
         patience = min(self._timeout, MAX_CONNECT)
-        if not self._tls:
-            return self._http.HTTPConnection(host, port, timeout=patience)
-        connection = self._http.HTTPSConnection(host, port, timeout=patience, context=self._context)
-        if self._proxy is not None:
-            connection.set_tunnel(*self._address, headers=self._login)
+        if self._url.scheme == "http":
+            return self._http.HTTPConnection(*address, timeout=patience)
+        connection = self._http.HTTPSConnection(*address, timeout=patience, context=self._context)
+        if self._proxy:
+            connection.set_tunnel(*address_of(self._url), headers=self._login)
         return connection
 
-    def close(self) -> None:
-        """Let go of this thread's connection."""
-        connection, self._kept.connection = self._kept.connection, None
-        if connection is not None:
-            connection.close()
-
-    def _failure(self, error: Exception, connecting: bool, billed: bool) -> CallFailed:
+    def _failure(self, error: Any, connecting: bool, billed: bool) -> CallFailed:
         """What a broken transport means, in one line."""
-        import socket
-        where = self.host if self._proxy is None else "%s through the proxy %s" % (self.host, self._proxy.hostname)
-        name, words = type(error).__name__, self.mask(str(error))
+        where = self.host
+        if self._proxy:
+            where += " through the proxy " + self._proxy.hostname
+        name = type(error).__name__
+        words = self.mask(str(error))
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            remedy = CERTIFICATES.get(getattr(error, "verify_code", 0), "set SSL_CERT_FILE to that of who signed it")
+            remedy = CERTIFICATES.get(error.verify_code, UNSIGNED)
             return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
-                where, getattr(error, "verify_message", words), remedy))
-        if isinstance(error, OverflowError):
-            return CallFailed("stop", "%s sent %s; check --base-url" % (where, words), billed=True)
-        if isinstance(error, UnicodeError) or "WRONG_VERSION_NUMBER" in words:      # no host name; no TLS there
-            return CallFailed("stop", "%s cannot be spoken to: %s %s; check --base-url" % (where, name, words))
-        if isinstance(error, (socket.timeout, TimeoutError)) and not connecting:
-            return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
+                where, error.verify_message, remedy))
+        if name == "OverflowError":
+            detail = "%s sent %s; check --base-url" % (where, words)
+            return CallFailed("stop", detail, billed=True)
         if "Tunnel connection failed: 4" in words:      # http.client's words for a proxy's 4xx
-            return CallFailed("stop", "the proxy %s refuses: %s; mend %s_proxy or set no_proxy"
-                              % (self._proxy.hostname, words, "https" if self._tls else "http"))
+            return CallFailed("stop", "the proxy %s refuses: %s; fix https_proxy or set no_proxy"
+                              % (self._proxy.hostname, words))
         if connecting:
-            return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url right (http or https)?"
-                              % (where, name, words), patience=3)
-        return CallFailed("retry", "no whole reply from %s: %s %s" % (where, name, words), patience=3, billed=billed)
+            return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url "
+                              "right (http or https)?" % (where, name, words), patience=3)
+        if name in ("TimeoutError", "timeout"):
+            return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
+        detail = "no whole reply from %s: %s %s" % (where, name, words)
+        return CallFailed("retry", detail, patience=3, billed=billed)
+
+
+def has_news(sock: Any) -> bool:
+    """Whether something waits to be read on a socket, if only its end."""
+    import selectors
+    with selectors.DefaultSelector() as selector:
+        selector.register(sock, selectors.EVENT_READ)
+        return bool(selector.select(0))
+
+
+def address_of(url: Any) -> Tuple[str, int]:
+    """Host and port of a URL."""
+    return url.hostname, url.port or {"http": 80, "https": 443}[url.scheme]
 
 
 def is_loopback(host: str) -> bool:
     """Whether a host is this machine."""
-    return host in ("localhost", "::1") or re.match(r"127(\.\d+){3}\Z", host) is not None
+    return re.match(r"(localhost|::1|127(\.\d+){3})\Z", host) is not None
 
 
 def split_url(text: str, what: str, form: str = "https://HOST:PORT/PATH") -> Any:
     """The parts of an HTTP URL; HarnessError, which never shows it, when it is none."""
-    import encodings.idna               # noqa: F401, what every look-up of a host needs, of localhost too
+    import encodings.idna               # noqa: F401, what every look-up of a host needs
     import urllib.parse
     with contextlib.suppress(ValueError):
         url = urllib.parse.urlsplit(text)
-        fine = url.scheme in ("http", "https") and url.hostname and url.port != 0 and url.hostname.encode("idna")
-        if fine and re.match(r"[\x21-\x7e]+\Z", text):
+        fine = url.hostname and url.port != 0 and url.hostname.encode("idna")
+        if fine and re.match(r"(?i)https?:[\x21-\x7e]+\Z", text):
             return url
     raise HarnessError("%s is not of the form %s; set it again" % (what, form))
 
 
-def news_of(sock: Any) -> Callable[[], bool]:
-    """A function that says whether something waits to be read on a socket, if only its end."""
-    import select
-    if not hasattr(select, "poll"):                     # Windows
-        return lambda: bool(select.select([sock], [], [], 0)[0])
-    poll = select.poll()
-    poll.register(sock, select.POLLIN)
-    return lambda: bool(poll.poll(0))
+def masker(secrets: Iterable[str], shortest: int) -> Callable[[str], str]:
+    """What puts *** in place of secrets, however a server repeats them.
 
-
-def secret_pattern(secrets: Iterable[str], shortest: int) -> Any:
-    """A pattern of secrets as a server may repeat them: each character as it is, or encoded for URL, JSON or HTML."""
+    That is each character as it is, or encoded for URL, JSON or HTML.
+    """
     import urllib.parse
-    words = {word for secret in secrets for word in (secret, urllib.parse.unquote(secret)) if len(word) >= shortest}
+    names = {"&": "amp", "<": "lt", ">": "gt", '"': "quot", "'": "apos"}
 
     def spelled(char: str) -> str:
+        code = ord(char)
         encoded = "".join("%%(?:25)*%02x" % byte for byte in char.encode("utf-8"))
-        named = {"&": "amp", "<": "lt", ">": "gt", '"': "quot", "'": "apos"}.get(char, "#%d" % ord(char))
-        return r"(?:\\?%s|(?i:%s|\\u%04x|&(?:%s|#0*%d|#x0*%x);))" % (
-            re.escape(char), encoded, ord(char), named, ord(char), ord(char))
-    longest_first = sorted(words, key=len, reverse=True)
-    return re.compile("|".join("".join(map(spelled, word)) for word in longest_first) or "(?!)")
+        return r"(?:\\?%s|(?i:%s|\\u%04x|&%s;|&#0*%d;|&#x0*%x;))" % (
+            re.escape(char), encoded, code, names.get(char, "#"), code, code)
+    words = [word for secret in secrets for word in (secret, urllib.parse.unquote(secret))
+             if len(word) >= shortest]
+    words.sort(key=len, reverse=True)
+    pattern = "|".join("".join(map(spelled, word)) for word in words)
+    return functools.partial(re.compile(pattern or "(?!)").sub, "***")
 
 
-def proxy_for(scheme: str, host: str) -> Tuple[Any, Dict[str, str]]:
-    """The proxy that the usual variables name for a host, with the header that logs in to it; (None, {}) for none."""
+def proxy_for(url: Any) -> Any:
+    """The URL of the proxy that the usual variables name for a URL, or None."""
+    import urllib.request
+    place = "the proxy in %s_proxy" % url.scheme
+    through = urllib.request.getproxies().get(url.scheme, "")
+    if not through or is_loopback(url.hostname) or urllib.request.proxy_bypass(url.hostname):
+        return None
+    kind, marked, _ = through.partition("://")
+    if not marked:
+        through = "http://" + through
+    elif kind.isalnum() and kind.lower() != "http":
+        raise HarnessError("%s speaks %s, which is not supported; set it to an HTTP proxy, "
+                           "http://HOST:PORT, or set no_proxy" % (place, kind))
+    return split_url(through, place, "http://HOST:PORT")
+
+
+def login_of(proxy: Any) -> Dict[str, str]:
+    """The header that logs in to a proxy; none where its URL names no user."""
     import base64
     import urllib.parse
-    import urllib.request
-    through = "" if not host or urllib.request.proxy_bypass(host) else urllib.request.getproxies().get(scheme, "")
-    if not through:
-        return None, {}
-    kind = re.match(r"(?!http:)([a-z][a-z0-9]*)://", through, re.I)
-    if kind:
-        raise HarnessError("the proxy in %s_proxy speaks %s, which is not supported; set it to an HTTP proxy, "
-                           "http://HOST:PORT, or set no_proxy" % (scheme, kind.group(1)))
-    proxy = split_url(through if "://" in through else "http://" + through, "the proxy in %s_proxy" % scheme,
-                      "http://HOST:PORT")
-    login = ":".join(urllib.parse.unquote(part or "") for part in (proxy.username, proxy.password))
-    basic = {"Proxy-Authorization": "Basic " + base64.b64encode(login.encode()).decode()}
-    return proxy, basic if proxy.username else {}
+    if not proxy or not proxy.username:
+        return {}
+    login = urllib.parse.unquote("%s:%s" % (proxy.username, proxy.password or ""))
+    basic = base64.b64encode(login.encode("utf-8")).decode("ascii")
+    return {"Proxy-Authorization": "Basic " + basic}
+
+
+def tls_context() -> Any:
+    """What connections over TLS have in common."""
+    import ssl
+    context = ssl.create_default_context()
+    trusted = os.environ.get("SSL_CERT_FILE")
+    if trusted:                             # which is passed over in silence where it is no use
+        try:
+            context.load_verify_locations(trusted)
+        except OSError as error:
+            raise HarnessError(
+                "SSL_CERT_FILE names %s, which holds no certificates that can be read: %s; set it "
+                "to a PEM file, or unset it" % (trusted, error.strerror or error))
+    return context
 
 
 # ---- what an API's words mean: pure ----
 
-STATUSES: Dict[int, str] = {                        # HTTP status -> kind of CallFailed; 5xx are retried, others stop
-    400: "rejected", 408: "retry", 409: "retry", 413: "rejected", 422: "rejected", 425: "retry", 429: "retry",
-    501: "stop", 505: "stop"}
-NO_MONEY = ("insufficient_quota", "credit_balance_exhausted", "organization_spend_limit_exceeded", "billing_error",
-            "project_spend_limit_exceeded", "organization_usage_limit_exceeded", "enforced_spend_limit_reached",
-            "contract_spend_limit_reached")
-BAD_KEY = ("invalid_api_key", "authentication_error", "API_KEY_INVALID")
-CODES: Dict[str, str] = {                           # error codes and types that say more than the status does
-    **dict.fromkeys((*NO_MONEY, *BAD_KEY, "unsupported_parameter", "unsupported_value", "model_not_found"), "stop"),
-    **dict.fromkeys(("context_length_exceeded", "exceed_context_size_error", "content_filter"), "rejected")}
-PHRASES: Dict[str, str] = {                         # how an error begins that has no code -> the code it stands for
-    "Context size has been exceeded": "exceed_context_size_error",                  # llama.cpp, as HTTP 500
-    "the request exceeds the available context size": "exceed_context_size_error",  # its older builds and forks
-    "API key not valid": "API_KEY_INVALID",         # Gemini, as HTTP 400
-    "Incorrect API key provided": "invalid_api_key"}        # xAI, as HTTP 400
-HINTS: Dict[Any, str] = {                           # status or code -> what to do where no call can succeed
-    **dict.fromkeys(NO_MONEY, "no money or quota is left: mend that first"), 402: "no money is left",
-    **dict.fromkeys((401, *BAD_KEY), "check the key"), 403: "the key may not do this", 407: "the proxy wants a login",
-    **dict.fromkeys((404, "model_not_found"), "check model and --base-url"),
-    **dict.fromkeys((405, 410, 505), "check --base-url")}
-
-
-RESET = "reset-at-ms"                               # no header, but a wait in a body: until this time, in ms
+FIX_REQUEST = "fix the request (--param, --retry-param)"
+ERRORS = (          # kind of failure, what to do, the HTTP statuses and error codes that mean it
+    ("retry", "", "408 409 425 429"),
+    ("rejected", "",
+     "400 413 422 context_length_exceeded exceed_context_size_error content_filter"),
+    ("stop", "no money or quota is left: fix that first",
+     "402 insufficient_quota credit_balance_exhausted organization_spend_limit_exceeded "
+     "billing_error project_spend_limit_exceeded organization_usage_limit_exceeded "
+     "enforced_spend_limit_reached contract_spend_limit_reached"),
+    ("stop", "check the key", "401 invalid_api_key authentication_error API_KEY_INVALID"),
+    ("stop", "the key may not do this", "403"),
+    ("stop", "the proxy wants a login", "407"),
+    ("stop", "check model and --base-url", "404 model_not_found"),
+    ("stop", "check --base-url", "405 410 505"),
+    ("stop", "it redirects; name the final URL with --base-url", "301 302 303 307 308"),
+    ("stop", FIX_REQUEST, "501 unsupported_parameter unsupported_value"),
+)
+MEANINGS = {word: (kind, hint) for kind, hint, words in ERRORS for word in words.split()}
+PHRASES: Dict[str, str] = {         # how an error begins that has no code -> the code it stands for
+    "Context size has been exceeded": "exceed_context_size_error",      # llama.cpp, as HTTP 500
+    "the request exceeds the available context size": "exceed_context_size_error",  # its forks
+    "API key not valid": "API_KEY_INVALID",                             # Gemini, as HTTP 400
+    "Incorrect API key provided": "invalid_api_key"}                    # xAI, as HTTP 400
+RESET = "reset-at-ms"               # no header, but a wait in a body: until this time, in ms
 
 
 class ApiError(NamedTuple):
     """The error in a body, whatever its shape."""
 
     words: str
-    codes: Tuple[str, ...] = ()
-    blamed: Tuple[str, ...] = ()        # members of the request it blames
-    generation: Any = None              # what the model wrote, where the endpoint refuses it as no JSON
+    codes: Sequence[str] = ()
+    blamed: Sequence[str] = ()          # members of the request it blames
+    generation: Any = None              # what the model wrote, where it is refused as no JSON
     waits: Mapping[str, str] = {}       # how long it asks to wait, as headers would
 
 
-def an_object(value: Any) -> Mapping[str, Any]:
+def an_object(value: Any) -> Object:
     """The value where it is a JSON object, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
+def objects_in(value: Any) -> List[Object]:
+    """The JSON objects in a list, or the one that the value is."""
+    if not isinstance(value, list):
+        value = [value]
+    return [entry for entry in value if isinstance(entry, dict)]
+
+
 def error_in(document: Any, text: str) -> ApiError:
-    """The error in a body of any known shape: an object, a list of one, a bare text, FastAPI's `detail`, HTML."""
-    document = document[0] if isinstance(document, list) and document else document
-    error = an_object(document).get("error", document)
-    members, places = an_object(error), an_object(error).get("detail")
-    locs = [an_object(entry).get("loc") for entry in places] if isinstance(places, list) else []
-    words = next((w for w in (members.get("message"), places, error) if isinstance(w, str) and w), text)
-    details = members.get("details")                # Anthropic's is an object, Google's a list of them
-    details = [an_object(entry) for entry in (details if isinstance(details, list) else [details])]
-    codes = [members.get("code"), members.get("type"), *(entry.get(name) for entry in details
-                                                         for name in ("error_code", "reason"))]
+    """The error in a body of any known shape.
+
+    That is an object, a list of one, a bare text, FastAPI's `detail`, HTML.
+    """
+    for entry in objects_in(document)[:1]:
+        document = entry.get("error", entry)
+    error = an_object(document)
+    places = error.get("detail")
+    details = objects_in(error.get("details"))      # Anthropic's is an object, Google's a list
+    codes = [error.get("code"), error.get("type")]
+    blamed = [error.get("param")]
+    limits = an_object(an_object(error.get("metadata")).get("headers"))         # OpenRouter's
+    waits = {RESET: str(limits.get("X-RateLimit-Reset"))}
+    for entry in details:
+        codes += [entry.get("error_code"), entry.get("reason")]
+        if "retryDelay" in entry:                   # Google's, "8.5s"
+            waits["retry-after"] = str(entry["retryDelay"])[:-1]
+    for entry in objects_in(places):
+        loc = entry.get("loc")
+        if isinstance(loc, list):
+            blamed += loc[1:2]
+    told = error.get("message"), places, document
+    words = next((word for word in told if isinstance(word, str) and word), text)
     codes += [code for phrase, code in PHRASES.items() if words.startswith(phrase)]
-    limits = an_object(an_object(members.get("metadata")).get("headers"))           # OpenRouter's; Google: "8.5s"
-    waits = {RESET: str(limits.get("X-RateLimit-Reset")), "retry-after": next(
-        (str(entry["retryDelay"])[:-1] for entry in details if "retryDelay" in entry), "")}
-    blamed = [members.get("param"), *(loc[1] for loc in locs if isinstance(loc, list) and len(loc) > 1),
-              words.partition(": ")[0]]             # Anthropic names the member before the words
-    return ApiError(words, tuple(code for code in codes if isinstance(code, str)),
-                    tuple(re.split(r"[.\[]", name)[0] for name in blamed if isinstance(name, str)),
-                    members.get("failed_generation"), waits)
+    blamed.append(words.partition(": ")[0])         # Anthropic names the member before the words
+    return ApiError(
+        words=words,
+        codes=[code for code in codes if isinstance(code, str)],
+        blamed=[re.split(r"[.\[]", name)[0] for name in blamed if isinstance(name, str)],
+        generation=error.get("failed_generation"),
+        waits=waits)
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
              statuses: Mapping[int, str] = {}) -> CallFailed:
-    """What an HTTP status that is no success means, from status and error code, never from the message.
+    """What an HTTP status that is no success means: by status and code, never by the message.
 
-    `sent` names the members of the request: an error that blames one, except the messages, would meet every call.
+    `sent` names the members of the request: an error that blames one, except the messages, would
+    meet every call.
     """
-    kind = {**STATUSES, **statuses}.get(status, "retry" if status >= 500 or status == 402 and wait else "stop")
-    told = [code for code in error.codes if code in CODES]
-    kind = CODES[told[0]] if told else kind
+    kind, hint = MEANINGS.get(str(status), ("stop", FIX_REQUEST))
+    if status >= 500 and str(status) not in MEANINGS or status == 402 and wait:
+        kind = "retry"
+    kind = statuses.get(status, kind)
+    told = [code for code in error.codes if code in MEANINGS and not code.isdigit()]
+    if told:
+        kind, hint = MEANINGS[told[0]]
     if kind == "rejected" and {*error.blamed} & ({*sent} - {"messages"}):
-        kind = "stop"
-    hint = "it redirects; name the final URL with --base-url" if status < 400 else next(
-        (HINTS[word] for word in (*told, status) if word in HINTS), "mend the request (--param, --retry-param)")
-    hint = "; " + hint if kind == "stop" else ""
-    failure = CallFailed(kind, "HTTP %d: %s%s" % (status, error.words[:MAX_KEPT - 100], hint), status=status, wait=wait,
-                         billed=status >= 500 and kind == "retry")
+        kind, hint = "stop", FIX_REQUEST
+    detail = "HTTP %d: %s" % (status, error.words[:MAX_KEPT - 100])
+    if kind == "stop":
+        detail += "; " + hint
+    billed = status >= 500 and kind == "retry"
+    failure = CallFailed(kind, detail, status=status, wait=wait, billed=billed)
     failure.certain = bool(told) or status == 413 or status in statuses
     return failure
 
 
 def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
-    """Seconds the server asks to wait: retry-after-ms, or retry-after as seconds or a date.  None: nothing usable."""
+    """Seconds the server asks to wait; None where it says nothing that can be used."""
     import email.utils
-    for name, scale in (("retry-after-ms", 0.001), ("retry-after", 1.0), (RESET, 0.001)):
+    for name, scale, since in (
+            ("retry-after-ms", 0.001, 0.0), ("retry-after", 1.0, 0.0), (RESET, 0.001, now)):
         value = headers.get(name, "").strip()
-        with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):     # junk is no wait
+        with contextlib.suppress(ValueError, TypeError, IndexError, OverflowError):
             if re.match(r"[-+.\d]+\Z", value):
-                wait = float(value) * scale - (now if name == RESET else 0)
+                wait = float(value) * scale - since
             else:
-                wait = email.utils.mktime_tz(email.utils.parsedate_tz(value)) - now  # type: ignore[arg-type]
-            if math.isfinite(wait):
-                return min(max(0.0, wait), 1e9)         # years are enough, and a clock can still say when they end
+                wait = email.utils.parsedate_to_datetime(value).timestamp() - now
+            if math.isfinite(wait):                 # junk is no wait
+                return min(max(0.0, wait), 1e9)     # years are enough, and a clock can tell them
     return None
 
 
-ENDED_EARLY = tuple(CUT_FINISHES | REFUSED_FINISHES)      # a tuple, since an endpoint may send what cannot be hashed
+# Tuples, since an endpoint may send what cannot be hashed.
+ENDED_EARLY = tuple(CUT_FINISHES | REFUSED_FINISHES)
+NOT_ANSWERED = tuple(REFUSED_FINISHES | FAILED_FINISHES)
 
 
 def text_of(content: Any) -> Optional[str]:
-    """The text of a content: a string, or the text parts of a list, without thinking or other parts."""
+    """The text of a content: a string, or a list's text parts, without thinking or others."""
     if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        return "".join(part for part in parts if isinstance(part, str))
-    return content if isinstance(content, str) else None
+        parts = [part.get("text") for part in objects_in(content) if part.get("type") == "text"]
+        content = "".join(part for part in parts if isinstance(part, str))
+    if isinstance(content, str):
+        return content
+    return None
 
 
-def first_choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
+def first_choice(document: Object) -> Object:
     """The first choice of a chat completion; empty where there is none."""
-    choices = document.get("choices")
-    return an_object(choices[0] if isinstance(choices, list) and choices else None)
+    return next(iter(objects_in(document.get("choices"))), {})
 
 
-def chat_reply(document: Mapping[str, Any]) -> Optional[Reply]:
+def chat_reply(document: Object) -> Optional[Reply]:
     """The Reply in a body of OpenAI's chat form, or None where there is none.
 
-    Reasoning beside the content is left, unless it is the JSON and there is no content: as MISPLACED it is shown.
+    Reasoning beside the content is left, unless it is the JSON and there is no content: as
+    MISPLACED it is shown.
     """
-    choice, usage = first_choice(document), an_object(document.get("usage"))
-    finish, message = choice.get("finish_reason"), choice.get("message")
-    if not isinstance(message, dict) and finish not in ENDED_EARLY:         # then some leave the message out
-        return None
-    message = an_object(message)
+    choice = first_choice(document)
+    finish = choice.get("finish_reason")
+    message = choice.get("message")
+    if not isinstance(message, dict):
+        if finish not in ENDED_EARLY:               # some leave the message out then
+            return None
+        message = {}
     text = text_of(message.get("content"))
-    if (not text or text.isspace()) and finish not in tuple(REFUSED_FINISHES | FAILED_FINISHES):
+    if (not text or text.isspace()) and finish not in NOT_ANSWERED:
         thought: Any = message.get("reasoning_content") or message.get("reasoning")
         with contextlib.suppress(ValueError, RecursionError, TypeError):
             if isinstance(json.loads(thought), (dict, list)):
                 text, finish = thought, MISPLACED
+    usage = an_object(document.get("usage"))
     return Reply(text, finish, message.get("refusal"), document.get("model"),
                  usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
-def messages_reply(document: Mapping[str, Any]) -> Optional[Reply]:
+def messages_reply(document: Object) -> Optional[Reply]:
     """The Reply in a body of Anthropic's Messages API, or None where there is none."""
-    if not isinstance(document.get("content"), list) and document.get("stop_reason") not in ENDED_EARLY:
+    content = document.get("content")
+    finish = document.get("stop_reason")
+    if not isinstance(content, list) and finish not in ENDED_EARLY:
         return None
-    usage, details = an_object(document.get("usage")), an_object(document.get("stop_details"))
-    read = [usage.get(name) for name in ("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens")]
-    tokens = sum(count for count in read if type(count) is int) if type(read[0]) is int else None
-    refusal = details.get("explanation") or details.get("category")
-    return Reply(text_of(document.get("content")), document.get("stop_reason"),
-                 refusal if document.get("stop_reason") == "refusal" else None, document.get("model"), tokens,
+    usage = an_object(document.get("usage"))
+    tokens = usage.get("input_tokens")
+    for name in ("cache_creation_input_tokens", "cache_read_input_tokens"):
+        if type(tokens) is int and type(usage.get(name)) is int:
+            tokens += usage[name]
+    refusal = None
+    if finish == "refusal":
+        details = an_object(document.get("stop_details"))
+        refusal = details.get("explanation") or details.get("category")
+    return Reply(text_of(content), finish, refusal, document.get("model"), tokens,
                  usage.get("output_tokens"))
 
 
@@ -3089,42 +3232,63 @@ class Api(NamedTuple):
 
     path: str
     version_header: str
-    online: Mapping[str, Any]                       # sent with each call, but not in a batch job
-    reply: Callable[[Mapping[str, Any]], Optional[Reply]]
+    online: Object                       # sent with each call, but not in a batch job
+    reply: Callable[[Object], Optional[Reply]]
     structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
-    "chat": Api("/chat/completions", "", {"stream": False}, chat_reply, lambda schema: {"response_format": {
-        "type": "json_schema", "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
-    "messages": Api("/v1/messages", "anthropic-version: %s", {}, messages_reply, lambda schema: {"output_config": {
-        "format": {"type": "json_schema", "schema": schema}}}),
+    "chat": Api(
+        "/chat/completions", "", {"stream": False}, chat_reply,
+        lambda schema: {"response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answers", "strict": True, "schema": schema}}}),
+    "messages": Api(
+        "/v1/messages", "anthropic-version: %s", {}, messages_reply,
+        lambda schema: {"output_config": {
+            "format": {"type": "json_schema", "schema": schema}}}),
 }
 
 
-def reply_schema(task: Task, ids: Sequence[str]) -> Dict[str, Any]:
-    """The schema of one object keyed by these ids.  Of the fields' rules it holds what every provider takes."""
-    fields = {name: sent_schema(schema) for name, schema in task.fields.items()}
+def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Dict[str, Any]:
+    """What asks for an object keyed by these ids."""
+    return api.structure(reply_schema(task, ids))
+
+
+def reply_schema(task: Task, ids: Sequence[str]) -> Object:
+    """The schema of one object keyed by these ids.
+
+    Of the fields' rules it holds what every provider takes.
+    """
+    fields = dict(task.fields)
     if task.rubric_version is not None:
-        fields = {"rubric_version": sent_schema({"type": "integer", "const": task.rubric_version}), **fields}
-    return _closed(dict.fromkeys(ids, _closed(fields)))
+        fields = {"rubric_version": {"type": "integer", "const": task.rubric_version}, **fields}
+    element = closed_schema({name: sent_schema(schema) for name, schema in fields.items()})
+    return closed_schema(dict.fromkeys(ids, element))
 
 
-def _closed(properties: Mapping[str, Any]) -> Dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+def closed_schema(properties: Object) -> Object:
+    """The schema of an object with these members and no others."""
+    return {"type": "object", "properties": properties, "required": list(properties),
+            "additionalProperties": False}
 
 
-def sent_schema(schema: Any) -> Dict[str, Any]:
-    """A field's schema without the keywords that providers refuse; all of them are still checked here.
+def sent_schema(schema: Any) -> Object:
+    """A field's schema without the keywords that providers refuse; all are still checked here.
 
     >>> sent_schema({"const": "yes"}), sent_schema({"type": "number", "minimum": 0})
     ({'type': 'string', 'enum': ['yes']}, {'type': 'number'})
     """
-    labels, rules = labels_of(schema), schema if isinstance(schema, dict) else {}
-    sent: Dict[str, Any] = {"type": rules["type"]} if "type" in rules else {}
-    if labels is not None:
-        kinds = [next(name for name, fits in TYPES.items() if fits(label)) for label in labels]
-        sent = {"type": kinds[0] if len(set(kinds)) == 1 else sorted(set(kinds)), "enum": labels, **sent}
+    sent: Dict[str, Any] = {}
+    labels = labels_of(schema)
+    if labels:
+        kinds = {next(name for name, fits in TYPES.items() if fits(label)) for label in labels}
+        sent = {"type": sorted(kinds), "enum": labels}
+        if len(kinds) == 1:
+            sent["type"] = kinds.pop()
+    rules = an_object(schema)
+    if "type" in rules:
+        sent["type"] = rules["type"]
     if "items" in rules:
         sent["items"] = sent_schema(rules["items"])
     return sent
@@ -3133,75 +3297,86 @@ def sent_schema(schema: Any) -> Dict[str, Any]:
 def seems_cut(prompt: str, tokens: Optional[int]) -> bool:
     """Whether an endpoint that counted so many tokens has read only a part of this prompt.
 
-    Taken is a token for 1.5 characters of Chinese, Japanese or Korean, for 3 of other scripts beyond ASCII, for 4 of
-    ASCII; honest counts are at least three quarters of that, and an endpoint that keeps the half of what it was sent,
-    as Ollama does, counts about the half.  Runs of one character count once.  A short prompt fits any context.
+    Taken is a token for 1.5 characters of Chinese, Japanese or Korean, for 3 of other scripts
+    beyond ASCII, for 4 of ASCII; honest counts are at least three quarters of that, and an endpoint
+    that keeps the half of what it was sent, as Ollama does, counts about the half.  Runs of one
+    character count once.  A short prompt fits any context.
     """
     if not tokens or tokens > 0.6 / 1.5 * len(prompt) or len(prompt) < 2000:
         return False
     bare = re.sub(r"(.)\1{3,}", r"\1", prompt, flags=re.S)
     dense = len(re.findall("[\u3040-\u9fff\uac00-\ud7a3]", bare))
     wide = len(re.findall("[^\0-\x7f]", bare)) - dense
-    return tokens < 0.6 * (dense / 1.5 + wide / 3 + (len(bare) - dense - wide) / 4)
+    plain = len(bare) - dense - wide
+    return tokens < 0.6 * (dense / 1.5 + wide / 3 + plain / 4)
 
 
-class Endpoint:
+class Endpoint(NamedTuple):
     """A model behind an API: asks, and reads what came, with every word of it masked."""
 
-    def __init__(self, client: Client, api: Api, body: Dict[str, Any], statuses: Mapping[int, str] = {}) -> None:
-        self._client, self._api, self._body, self._statuses = client, api, body, statuses
-        self._head = client.head("POST", api.path)
+    client: Client
+    api: Api
+    members: Object                     # of every request
+    statuses: Kinds = {}
 
-    def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
+    def ask(self, prompt: str, extra: Object) -> Reply:
         """One call.  CallFailed says what kind of failure it was; no word of it holds the key."""
-        online = self._api.online
-        data = json.dumps({**online, **self.body(prompt, extra)}).encode("ascii")
-        return self.reply(self._client.exchange(self._head, data), (*online, *extra))
+        more = {**self.api.online, **extra}
+        data = json.dumps(self.body(prompt, more)).encode("ascii")
+        head = self.client.head("POST", self.api.path)
+        return self.reply(self.client.exchange(head, data), more)
 
-    def body(self, prompt: str, extra: Mapping[str, Any]) -> Dict[str, Any]:
+    def body(self, prompt: str, extra: Object) -> Object:
         """The body of the request for a prompt."""
-        return {**self._body, "messages": [{"role": "user", "content": prompt}], **extra}
+        return {**self.members, "messages": [{"role": "user", "content": prompt}], **extra}
 
     def reply(self, response: Response, extra: Iterable[str] = ()) -> Reply:
-        """The Reply of a response, with every word of it masked; CallFailed when it holds an error or no reply."""
-        client = self._client
-        text, finish, refusal, model_string, tokens_in, tokens_out, _ = as_reply(
-            self._read(response, {*self._body, "messages", *extra}))
-        request_id = response.headers.get("x-request-id") or response.headers.get("request-id")
-        return Reply(text and client.mask_long(text), finish and client.mask_long(finish),
-                     refusal and client.mask(refusal), model_string and client.mask_long(model_string), tokens_in,
-                     tokens_out, request_id and client.mask_long(request_id))
+        """The Reply of a response, masked; CallFailed where it holds an error or no reply."""
+        client, headers = self.client, response.headers
+        reply = as_reply(self._read(response, extra))
+        reply = reply._replace(request_id=headers.get("x-request-id") or headers.get("request-id"))
+        if reply.refusal:
+            reply = reply._replace(refusal=client.mask(reply.refusal))
+        masked: List[Any] = [
+            client.mask_long(word) if isinstance(word, str) else word for word in reply]
+        return Reply(*masked)
 
-    def _read(self, response: Response, sent: Iterable[str]) -> Reply:
+    def _read(self, response: Response, extra: Iterable[str]) -> Reply:
         """The Reply of a response as it came.  Pure but for the date of a wait."""
-        text = response.body.decode("utf-8", "surrogateescape").lstrip("\ufeff")         # no UTF-8: a lone surrogate
-        try:
+        mask = self.client.mask
+        status = response.status
+        # What is no UTF-8 becomes a lone surrogate, and with it no answer.
+        text = response.body.decode("utf-8", "surrogateescape").lstrip("\ufeff")
+        document: Any = None
+        with contextlib.suppress(ValueError, RecursionError):
             document = json.loads(text)
-        except (ValueError, RecursionError):
-            document = None
-        status, good, inner = response.status, 200 <= response.status < 300, None
-        if good and isinstance(document, dict):
-            reply, inner = self._api.reply(document), document.get("error") or first_choice(document).get("error")
-            failed = reply is None or isinstance(reply.finish, str) and reply.finish in FAILED_FINISHES
-            if reply is not None and not failed and (not inner or reply.text):     # some send "error": {"code": 0} too
-                return reply
-        mask, error = self._client.mask, error_in({"error": inner} if inner else document, text)
-        if isinstance(error.generation, str):           # the model's own words, refused there as no JSON
-            return Reply(error.generation)
-        if good and not inner:
-            what = "without a whole choice" if isinstance(document, dict) else "with no JSON"
-            detail = "a reply %s; is --base-url right? %s" % (what, mask(text))
-            raise CallFailed("retry", detail, status=status, patience=3, billed=True)
-        if inner:                                       # an error inside a success: its own code is what tells
+        if 200 <= status < 300:
+            whole = an_object(document)
+            reply = self.api.reply(whole)
+            inner = whole.get("error") or first_choice(whole).get("error")
+            failed = reply is None or reply.finish in tuple(FAILED_FINISHES)
+            if reply is not None and not failed and (reply.text or not inner):
+                return reply                        # some send "error": {"code": 0} too
+            if not inner:
+                what = "without a whole choice" if whole or document == {} else "with no JSON"
+                detail = "a reply %s; is --base-url right? %s" % (what, mask(text))
+                raise CallFailed("retry", detail, status=status, patience=3, billed=True)
+            document = {"error": inner}             # its own code is what tells
             code = str(an_object(inner).get("code"))
-            status = int(code) if re.match(r"[45]\d\d\Z", code) else 500
+            status = 500
+            if re.match(r"[45]\d\d\Z", code):
+                status = int(code)
+        error = error_in(document, text)
+        if isinstance(error.generation, str):       # the model's own words, refused as no JSON
+            return Reply(error.generation)
         wait = retry_after({**error.waits, **response.headers}, time.time())
-        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self._statuses)
+        sent = {*self.members, "messages", *extra}
+        raise classify(status, error._replace(words=mask(error.words)), wait, sent, self.statuses)
 
 
 # ---- models that need no network ----
 
-RUNNING: Set[int] = set()      # process groups of commands that are running
+RUNNING: Set[int] = set()       # process groups of commands that are running
 
 
 def command_model(command: str, timeout: float) -> Call:
@@ -3209,154 +3384,210 @@ def command_model(command: str, timeout: float) -> Call:
     import subprocess
     import tempfile
 
-    def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
-        # The prompt is a file, since communicate, which is called in slices to see how much came, forgets its input.
+    def call(prompt: str, extra: Object) -> Reply:
+        # The prompt is a file, since communicate in slices forgets its input.
         with tempfile.TemporaryFile() as asked:
             asked.write(prompt.encode("utf-8"))
             asked.seek(0)
-            process = subprocess.Popen(command, shell=True, stdin=asked, stdout=subprocess.PIPE,
-                                       stderr=subprocess.PIPE, start_new_session=True)
-        out, err, running, due = b"", b"", True, time.monotonic() + timeout
+            process = subprocess.Popen(
+                command, shell=True, stdin=asked, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                start_new_session=True)
+        RUNNING.add(process.pid)
         with process:
-            RUNNING.add(process.pid)
             try:
-                while running:
-                    try:
-                        out, err = process.communicate(timeout=0.05)
-                        running = False
-                    except subprocess.TimeoutExpired as slice_:
-                        out, err = slice_.output or b"", slice_.stderr or b""
-                    if len(out) + len(err) > MAX_REPLY:
-                        raise CallFailed("stop", "the command wrote more than %d MB as one reply; fix the command"
-                                         % (MAX_REPLY >> 20), billed=True)
-                    if running and time.monotonic() > due:
-                        raise CallFailed("retry", NO_REPLY % ("the command", timeout), patience=3, billed=True)
+                out, err = written_by(process, timeout)
+            except BaseException:
+                kill_group(process.pid)
+                raise
             finally:
-                if running:
-                    kill_group(process.pid)
                 RUNNING.discard(process.pid)
-        if process.returncode:
-            said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
-            raise CallFailed("stop" if process.returncode in (126, 127) else "retry",       # not found, not executable
-                             "the command ended with %d: %s" % (process.returncode, said), patience=3, billed=True)
-        return Reply(out.decode("utf-8", "surrogateescape"))        # what is not UTF-8 is refused as a lone surrogate
+        code = process.returncode
+        if not code:
+            return Reply(out.decode("utf-8", "surrogateescape"))    # no UTF-8: no answer
+        said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
+        kind = {126: "stop", 127: "stop"}.get(code, "retry")    # not executable, not found
+        detail = "the command ended with %d: %s" % (code, said)
+        raise CallFailed(kind, detail, patience=3, billed=True)
     return call
+
+
+def written_by(process: Any, timeout: float) -> Tuple[bytes, bytes]:
+    """What a command wrote to its standard output and errors; CallFailed: too much, or too late."""
+    import subprocess
+    due = time.monotonic() + timeout
+    running = True
+    while running:
+        try:
+            out, err = process.communicate(timeout=0.05)
+            running = False
+        except subprocess.TimeoutExpired as part:
+            out, err = part.output or b"", part.stderr or b""
+        if len(out) + len(err) > MAX_REPLY:
+            raise CallFailed("stop", "the command wrote more than %d MB as one reply; fix the "
+                             "command" % (MAX_REPLY >> 20), billed=True)
+        if running and time.monotonic() > due:
+            detail = NO_REPLY % ("the command", timeout)
+            raise CallFailed("retry", detail, patience=3, billed=True)
+    return out, err
 
 
 def kill_group(pid: int) -> None:
     """End a command and whatever it started."""
     with contextlib.suppress(OSError):
-        os.killpg(pid, signal.SIGKILL) if hasattr(os, "killpg") else os.kill(pid, signal.SIGTERM)
+        end = getattr(os, "killpg", os.kill)            # on Windows there is neither
+        end(pid, getattr(signal, "SIGKILL", signal.SIGTERM))
 
 
 def function_model(place: str) -> Call:
-    """A function of the user's own: FILE.py:NAME, called with the prompt.  Whatever it raises is a call that failed."""
+    """A function of the user's own, FILE.py:NAME, called with the prompt.
+
+    Whatever it raises is a call that failed.
+    """
     import importlib.util
     import inspect
+    asked = "--model py:" + place
     path, _, name = place.rpartition(":")
-    spec = importlib.util.spec_from_file_location("batch_harness_model", path) if os.path.isfile(path) else None
-    if spec is None or spec.loader is None:
-        raise HarnessError("--model py:%s: no such Python file; write py:FILE.py:FUNCTION" % place)
+    if not os.path.isfile(path) or not path.endswith(".py"):
+        raise HarnessError(asked + ": no such Python file; write py:FILE.py:FUNCTION")
+    spec: Any = importlib.util.spec_from_file_location("batch_harness_model", path)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault("batch_harness", sys.modules[__name__])     # so that it may import Reply from here
+    sys.modules.setdefault("batch_harness", sys.modules[__name__])      # it may import Reply
     try:
         spec.loader.exec_module(module)
-        function = getattr(module, name)
     except (Exception, SystemExit) as error:
-        raise HarnessError("--model py:%s: %s: %s; mend the file" % (place, type(error).__name__, error))
-    if not callable(function) or inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
-        raise HarnessError("--model py:%s is no plain function; write one that takes the prompt, returns text" % place)
+        raise HarnessError("%s: %s: %s; fix the file" % (asked, type(error).__name__, error))
+    function: Any = getattr(module, name, None)
+    kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction
+    if not callable(function) or any(kind(function) for kind in kinds):
+        raise HarnessError(asked + " is no plain function; write one that takes the prompt and "
+                           "returns text")
 
-    def call(prompt: str, extra: Mapping[str, Any]) -> Reply:
+    def call(prompt: str, extra: Object) -> Reply:
         try:
             return as_reply(function(prompt))
         except CallFailed:
             raise
-        except BaseException as error:      # sys.exit in it must not end this run as if it were done
-            words = str(error.args[0]) if error.args and isinstance(error.args[0], (str, int)) else ""
-            raise CallFailed("retry", "%s raised %s: %s" % (name, type(error).__name__, words), patience=3)
+        except BaseException as error:      # sys.exit in it must not end this run
+            words = [word for word in error.args[:1] if isinstance(word, (str, int))]
+            raise CallFailed("retry", "%s raised %s: %s" % (
+                name, type(error).__name__, "".join(map(str, words))), patience=3)
     return call
 
 
+Element = Dict[str, Any]
+
+
 class Demo:
-    """Offline answers, and at given rates the faults of real models: `NAME=RATE,...,seed=N,delay=SECONDS`."""
+    """Offline answers, and at given rates the faults of real models.
+
+    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.
+    """
 
     def __init__(self, task: Task, settings: str) -> None:
         self._task = task
-        self._seen: Counter[str] = collections.Counter()            # how often each prompt was asked
-        self._rates = {**dict.fromkeys(DEMO_FAULTS, 0.0), "seed": 0.0, "delay": 0.0}
+        self._seen: Counter[str] = collections.Counter()            # how often each was asked
+        self._rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
         for part in filter(None, settings.split(",")):
             name, _, value = part.partition("=")
             if name not in self._rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
-                raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s"
-                                   % (shown(part), ", ".join(self._rates)))
+                raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
+                    shown(part), ", ".join(self._rates)))
             self._rates[name] = float(value)
         for field, schema in task.fields.items():
             if broken_rule(schema, demo_value(schema, 1)) is not None:
-                raise HarnessError("the demo model has no value for field %s; use labels" % shown(field))
+                raise HarnessError("the demo model has no value for field %s; use labels"
+                                   % shown(field))
 
-    def __call__(self, prompt: str, extra: Mapping[str, Any]) -> Reply:
+    def __call__(self, prompt: str, extra: Object) -> Reply:
         """The reply to one prompt; the same prompt asked again may meet other faults."""
         import random
         self._seen[prompt] += 1
         dice = random.Random("%s %d %s" % (self._rates["seed"], self._seen[prompt], prompt))
         time.sleep(self._rates["delay"])
-        elements = [self._element(name, text) for name, text in
-                    re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)]
+        asked = re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)
+        elements = [self._element(*item) for item in asked]
         faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
         for name in faults:
-            if elements:
-                DEMO_FAULTS[name](elements, dice)
+            if elements and name in ELEMENT_FAULTS:
+                ELEMENT_FAULTS[name](elements, dice)
         document: Any = elements
         if self._task.form == "keyed":
             document = {element.pop("id"): element for element in map(dict, elements)}
-        text = json.dumps({"results": document} if "wrap" in faults else document, ensure_ascii=False)
-        text = text[:len(text) // 2] if "cut" in faults else text
-        text = "```json\n%s\n```" % text if "fence" in faults else text
-        text = text + "\nI hope this helps!" if "prose" in faults else text
-        return Reply("" if "empty" in faults else text, "length" if "cut" in faults else "stop",
-                     "I would rather not." if "refuse" in faults else None, "demo-1")
+        text = json.dumps(document, ensure_ascii=False)
+        finish, refusal = "stop", None
+        for name in faults:
+            text = TEXT_FAULTS.get(name, str)(text)
+        if "cut" in faults:
+            finish = "length"
+        if "refuse" in faults:
+            refusal = "I would rather not."
+        return Reply(text, finish, refusal, "demo-1")
 
-    def _element(self, name: str, text: str) -> Dict[str, Any]:
+    def _element(self, name: str, text: str) -> Element:
         number = int(text_digest(unguard(text))[:8], 16)
-        rubric = {} if self._task.rubric_version is None else {"rubric_version": self._task.rubric_version}
-        return {"id": name, **rubric, **{f: demo_value(schema, number) for f, schema in self._task.fields.items()}}
+        element: Element = {"id": name}
+        if self._task.rubric_version is not None:
+            element["rubric_version"] = self._task.rubric_version
+        for field, schema in self._task.fields.items():
+            element[field] = demo_value(schema, number)
+        return element
 
 
 def demo_value(schema: Any, number: int) -> Any:
-    """Some value for a schema, chosen by the number and without meaning; the caller checks that it fits."""
-    labels, rules = labels_of(schema), schema if isinstance(schema, dict) else {}
-    if labels is not None:
+    """Some value for a schema, chosen by the number and without meaning.
+
+    The caller checks that it fits.
+    """
+    labels = labels_of(schema)
+    if labels:
         return labels[number % len(labels)]
-    kind = rules.get("type", "string")
-    kind = kind[0] if isinstance(kind, list) else kind
-    if kind in ("integer", "number"):
-        return math.ceil(rules.get("minimum", rules.get("exclusiveMinimum", rules.get("maximum", 1) - 2) + 1))
-    if kind == "array":
-        return [demo_value(rules.get("items", {}), number + n) for n in range(min(99, int(rules.get("minItems", 1))))]
+    rules = an_object(schema)
     words = "demo %04x" % (number & 0xffff)
-    words = words.ljust(min(9999, int(rules.get("minLength", 0))), ".")[:min(9999, int(rules.get("maxLength", 9999)))]
-    return {"boolean": number % 2 == 0, "null": None, "object": {}}.get(kind, words)
+    words = words.ljust(min(9999, int(rules.get("minLength", 0))), ".")
+    values: List[Any] = [words[:int(rules.get("maxLength", 9999))]]
+    if "type" in rules:
+        above = rules.get("exclusiveMinimum", rules.get("maximum", 1) - 2)
+        places = range(number, number + min(99, int(rules.get("minItems", 1))))
+        values += [
+            math.ceil(rules.get("minimum", above) + 1),
+            number % 2 == 0,
+            [demo_value(rules.get("items", {}), place) for place in places],
+            None, {}]
+    return next((value for value in values if broken_rule(schema, value) is None), words)
 
 
-def _swap(elements: List[Dict[str, Any]], dice: Any) -> None:
-    first, second = elements[0], elements[-1]
-    first["id"], second["id"] = second["id"], first["id"]
+def swap_ends(elements: List[Element], dice: Any) -> None:
+    """Exchange contents under right ids: no check of shape can see it."""
+    first, last = elements[0], elements[-1]
+    first["id"], last["id"] = last["id"], first["id"]
     elements.reverse()
 
 
-DEMO_FAULTS: Dict[str, Callable[[List[Dict[str, Any]], Any], Any]] = {
+def invented(dice: Any) -> str:
+    """An id that nobody sent."""
+    return "%012x" % dice.getrandbits(48)
+
+
+ELEMENT_FAULTS: Dict[str, Callable[[List[Element], Any], Any]] = {
     "drop": lambda elements, dice: elements.pop(dice.randrange(len(elements))),
     "merge": lambda elements, dice: elements.pop() if len(elements) > 1 else None,
     "reorder": lambda elements, dice: elements.reverse(),
-    "rename": lambda elements, dice: dice.choice(elements).update(id="%012x" % dice.getrandbits(48)),
+    "rename": lambda elements, dice: dice.choice(elements).update(id=invented(dice)),
     "repeat": lambda elements, dice: elements.append(dict(dice.choice(elements))),
-    "invent": lambda elements, dice: elements.append(dict(elements[0], id="%012x" % dice.getrandbits(48))),
-    "swap": _swap,                              # contents exchanged under right ids: no check of shape can see it
+    "invent": lambda elements, dice: elements.append(dict(elements[0], id=invented(dice))),
+    "swap": swap_ends,
     "field": lambda elements, dice: dice.choice(elements).update(remark="sure"),
-    "value": lambda elements, dice: dice.choice(elements).update(dict.fromkeys(list(elements[0])[-1:])),
-    **dict.fromkeys(("wrap", "cut", "fence", "prose", "empty", "refuse"), lambda elements, dice: None),    # of the text
+    "value": lambda elements, dice: dice.choice(elements).update({list(elements[0])[-1]: None}),
 }
+TEXT_FAULTS: Dict[str, Callable[[str], str]] = {
+    "wrap": lambda text: '{"results": %s}' % text,
+    "cut": lambda text: text[:len(text) // 2],
+    "fence": lambda text: "```json\n%s\n```" % text,
+    "prose": lambda text: text + "\nI hope this helps!",
+    "empty": lambda text: "",
+    "refuse": str,
+}
+DEMO_FAULTS = (*ELEMENT_FAULTS, *TEXT_FAULTS)
 
 
 # ==================================================================================================
@@ -5336,7 +5567,7 @@ def recorders(options: Settings, ledger: Ledger, state: JobState,
             answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
             for row in ledger.rows():
                 answers.apply(row)
-        model = Model(run["model"], "", endpoint, jobs=post)
+        model = Model(run["model"], "", endpoint.ask, jobs=post)
         pending = Pending(Sample(options.ledger, []), answers, 1, options)
         yield Run(answers.task, model, [pending], options._replace(workers=1)), job
 
