@@ -466,13 +466,15 @@ def canonical(value: Any) -> Any:
     return isinstance(value, bool), value
 
 
-# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike; $ and .
-ESCAPE = r"\\(?:[dDnrtfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s])"
+# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike; and $ . \s \S
+ESCAPE = r"\\(?:[dDnrstfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s])"
 TOKEN = re.compile(
-    r"(\\[bB]|%s|\[\^?(?:(?!--|&&|~~|\|\|)(?:%s|[^][\\]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|"
+    r"(\\[bBS]|%s|\[\^?(?:(?!--|&&|~~|\|\||\\s-)(?:%s|[^][\\]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|"
     r"[^(\\[{*+?])"
     r"((?:([*+]|\{\d+,\})|\?|\{(\d+)\}|\{\d+,(\d+)\})?\??)" % (ESCAPE, ESCAPE))
-MEANT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]"}
+SPACE = r"\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+MEANT = {
+    "$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
 MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
 
 
@@ -485,8 +487,12 @@ def matcher(pattern: str) -> Any:
     tokens = list(TOKEN.finditer(pattern))
     if "".join(token.group() for token in tokens) != pattern:
         raise ValueError(pattern)
-    meant = [MEANT.get(token.group(1), token.group(1)) + token.group(2) for token in tokens]
-    compiled = re.compile("".join(meant), re.ASCII)
+    meant = ""
+    for symbol, repeated in (token.group(1, 2) for token in tokens):
+        if symbol[0] == "[":
+            symbol = re.sub(r"\\.", lambda escape: SPACE if escape[0] == r"\s" else escape[0], symbol)
+        meant += MEANT.get(symbol, symbol) + repeated
+    compiled = re.compile(meant, re.ASCII)
     ways = [1.0]                # of each open group
     for symbol, _, endless, fixed, most in (token.groups("") for token in tokens):
         if symbol[0] == "(":

@@ -859,6 +859,8 @@ class Tasks(Case):
             (r"^.$", "a", "\n"),
             (r"^[\D]$", "\u0663", "3"),
             (r"^\w$", "a", "é"),
+            (r"^\s[\s\d]$", "\u3000\ufeff", "a1"),
+            (r"^\S[^\s]$", "é1", "\u2003a"),
             ("^[&~|$.]+$", "&~|$.", "a"),
             (r"^[^\d]$", "a", "1"),
             (r"^(?:a|b){2,3}?$", "ab", "a"),
@@ -868,9 +870,9 @@ class Tasks(Case):
             found = [bh.broken_rule({"pattern": pattern}, text) for text in (good, bad)]
             self.assertEqual(found, [None, "pattern"], pattern)
         for pattern in (
-            r"\s",
             r"[\S]",
             r"[\s-z]",
+            r"[\s-\uffff]",
             r"\ud83d",
             r"\p{L}",
             "[]a]",
