@@ -42,8 +42,8 @@ Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checke
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan,
 rows, THE TRUST LINE, settings, files, ledger and state, models, run, batch jobs, statistics,
-report, explain and export, audit and apply, command line.  Whoever reads down to the trust line has read
-everything that decides which answer belongs to which item.
+report, explain and export, audit and apply, command line.  Whoever reads down to the trust line
+has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
@@ -466,7 +466,7 @@ def canonical(value: Any) -> Any:
     return isinstance(value, bool), value
 
 
-# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike; and $ . \s \S
+# What a pattern may be made of: what ECMA-262 and Python's re under re.ASCII read alike; and MEANT
 ESCAPE = r"\\(?:[dDnrstfvwW]|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}|[^\w\s])"
 TOKEN = re.compile(
     r"(\\[bBS]|%s|\[\^?(?:(?!--|&&|~~|\|\||\\s-)(?:%s|[^][\\]))+\]|\((?:\?(?:<?[=!]|:)|(?!\?))|"
@@ -475,6 +475,7 @@ TOKEN = re.compile(
 SPACE = r"\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 MEANT = {
     "$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
+INSIDE = {r"\s": SPACE}
 MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
 
 
@@ -490,8 +491,10 @@ def matcher(pattern: str) -> Any:
     meant = ""
     for symbol, repeated in (token.group(1, 2) for token in tokens):
         if symbol[0] == "[":
-            symbol = re.sub(r"\\.", lambda escape: SPACE if escape[0] == r"\s" else escape[0], symbol)
-        meant += MEANT.get(symbol, symbol) + repeated
+            meant += re.sub(r"\\.", lambda escape: INSIDE.get(escape[0], escape[0]), symbol)
+        else:
+            meant += MEANT.get(symbol, symbol)
+        meant += repeated
     compiled = re.compile(meant, re.ASCII)
     ways = [1.0]                # of each open group
     for symbol, _, endless, fixed, most in (token.groups("") for token in tokens):
@@ -1123,47 +1126,47 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
 
 
 # ==================================================================================================
-# ROWS.  What a ledger holds, one JSON object a line: how a row is made, what makes a line a row, and
-# the one place where an answer is taken out of one.  A damaged line is a value.
+# ROWS.  What a ledger holds, one JSON object a line: how a row is made, what makes a line a row,
+# and the one place where an answer is taken out of one.  A damaged line is a value.
 # ==================================================================================================
 
-CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")     # steer a terminal
+CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")   # steer a terminal
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # break a line there or in an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
-# Of apply, for each answered item; where several rows hold its text, the first of these that applies.
+# Of apply, for each answered item; where several rows hold its text, the first that applies.
 OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
 ATTEMPT: Dict[str, Any] = {
     "verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str,
     "task": str, "run": str, "batch_id": str, "form": str}
-NEEDED: Dict[str, Dict[str, Any]] = {                           # members that readers rely on, by event
+NEEDED: Dict[str, Dict[str, Any]] = {                   # members that readers rely on, by event
     "run": {"run": str, "model": str, "fingerprint": str, "task": dict, "form": str},
     "attempt": ATTEMPT,
     "quarantine": ATTEMPT,
     "job": {"step": str, "key": str, "task": str, "run": str},
     "apply": {"task": str, "target": str}}
-OPTIONAL: Dict[str, Any] = {                                    # and of what kind others are
+OPTIONAL: Dict[str, Any] = {                            # and of what kind others are
     "event": str, "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int,
-    "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str, "job": str,
-    "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list, "size": int,
-    "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
+    "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
+    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
+    "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 OF_WORDS = ("batch", "normalised", *OUTCOMES)                   # lists of strings
 
 
 def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
-    """The row without its empty members; of these only model_string stays: the endpoint named none."""
+    """The row without its empty members; only model_string stays: the endpoint named none."""
     return {name: value for name, value in row.items()
             if value or value == 0 or name == "model_string"}
 
 
 def row_text(row: Any) -> str:
-    """A row, or part of one, as JSON on one line; controls, U+2028/9, lone surrogates are escaped."""
+    """A row, or part of one, as JSON on one line; what breaks lines or steers is escaped."""
     return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
 
 
 def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
-    """A row's line around its place in the chain: what comes before it, and the reply, which may be long."""
+    """A row's line around its place in the chain: before it, and the reply, which may be long."""
     head = row_text({name: value for name, value in row.items() if name != "reply"})[:-1]
     if "reply" in row:
         return head, ', "reply": %s}' % row_text(row["reply"])
@@ -1207,12 +1210,12 @@ def set_aside(row: Mapping[str, Any]) -> Dict[str, Any]:
 def answers_of(row: Mapping[str, Any]) -> List[Tuple[str, str, Any]]:
     """(digest, id, answer) of every item of a row that accepts; of another row nothing."""
     answers = row.get("answers", {})
-    return [(sha, name, answers[name]) for sha, name in zip(row.get("text_sha", ()), row.get("batch", ()))
-            if name in answers]
+    members = zip(row.get("text_sha", ()), row.get("batch", ()))
+    return [(sha, name, answers[name]) for sha, name in members if name in answers]
 
 
 def settled_as(row: Mapping[str, Any], digest: str) -> Tuple[str, Any]:
-    """What the row that settled a text says of it: ("answered", its answer) or ("quarantined", None)."""
+    """What the row that settled a text says: ("answered", answer) or ("quarantined", None)."""
     for sha, _, answer in answers_of(row):
         if digest.startswith(sha):
             return "answered", answer
@@ -1233,7 +1236,7 @@ def prompt_digest(prompt: str) -> str:
 
 
 def _source_value(key: str) -> Any:
-    """A caller's key for a row: the scalar; a number that Python spells otherwise as its spelling."""
+    """A caller's key for a row: the scalar; its spelling where Python would spell it otherwise."""
     value = INPUT_JSON.decode(key)
     if isinstance(value, Spelled) and repr(float(value)) == value:
         return float(value)
@@ -1241,7 +1244,7 @@ def _source_value(key: str) -> Any:
 
 
 def is_row(row: Any) -> bool:
-    """Whether readers can take a value in as a row, whose answers and digests are those of its ids."""
+    """Whether readers can take a value in as a row, with answers and digests of its ids alone."""
     if not isinstance(row, dict) or type(row.get("seq")) is not int:
         return False
     event = row.get("event")
@@ -1292,8 +1295,8 @@ def _fit(batch: List[str], digests: Any) -> bool:
 class Log:
     """A ledger's file, read: iterate over its rows in order; what else it held is known afterwards.
 
-    `number` and `offset` are those of the line read last.  HarnessError: a file that cannot be read,
-    or holds no ledger.
+    `number` and `offset` are those of the line read last.  HarnessError: a file that cannot be
+    read, or holds no ledger.
     """
 
     def __init__(self, path: str) -> None:
@@ -1301,7 +1304,7 @@ class Log:
         self.number = self.offset = self.crc = 0
         self.damaged: List[int] = []            # the numbers of lines that held no row
         self.closed: List[int] = []             # of these, the cut ones that a later run knew of
-        self.strange: List[int] = []            # whole JSON and no row: edited, or of another version
+        self.strange: List[int] = []          # whole JSON and no row: edited, or of another version
         self.broken: List[int] = []             # rows that do not follow the line before
         self.torn: Optional[int] = None         # a last line that was cut
         self.unfinished = False                 # the last line has no newline
@@ -1321,7 +1324,8 @@ class Log:
                 head = stream.read(len(ROW_BEGIN))
                 head = head.rstrip(b"\0") or head       # what a crash left of a block
         except OSError as error:
-            raise HarnessError("cannot read the ledger %s: %s; check --ledger" % (self.path, error.strerror))
+            raise HarnessError(
+                "cannot read the ledger %s: %s; check --ledger" % (self.path, error.strerror))
         if self._last or head == ROW_BEGIN:
             return
         # A first row that was torn is the beginning of a ledger; another file is none.
@@ -1371,16 +1375,17 @@ def row_at(ledger: IO[bytes], offset: int) -> Dict[str, Any]:
     return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
 
 
-# ####################################################################################################################
-# THE TRUST LINE.  Above it stands everything that decides which answer belongs to which item.  Below it a bug can
-# lose or repeat a call; it can never attribute an answer.  Nothing below makes a Verdict or an attempt row's answers,
-# or takes an answer out of a row.
-# ####################################################################################################################
+# ##################################################################################################
+# THE TRUST LINE.  Above it stands everything that decides which answer belongs to which item.
+# Below it a bug can lose or repeat a call; it can never attribute an answer.  Nothing below makes a
+# Verdict or an attempt row's answers, or takes an answer out of a row but by answers_of.
+# ##################################################################################################
 
 
-# ====================================================================================================================
-# SETTINGS.  What a person asked for: one frozen record, the only form in which options leave the command line.
-# ====================================================================================================================
+# ==================================================================================================
+# SETTINGS.  What a person asked for: one frozen record, the only form in which options leave the
+# command line.
+# ==================================================================================================
 
 Pairs = Sequence[Tuple[str, Any]]
 LEDGER = os.path.join("runs", "ledger.jsonl")
@@ -1677,7 +1682,8 @@ class Source:
             self._format = self._format or "jsonl"
         if self._query and self._format not in ("", "sqlite"):
             raise HarnessError("%s is read as %s, and --table and --query read an SQLite file; "
-                               "leave them out, or add --input-format sqlite" % (self.name, self._format))
+                               "leave them out, or add --input-format sqlite"
+                % (self.name, self._format))
         try:
             with self._stream() as stream:
                 self._recognise(stream.read(HEAD))
@@ -1916,20 +1922,20 @@ def ids_digest(ids: Iterable[str]) -> str:
 
 
 # ==================================================================================================
-# LEDGER AND STATE.  The only memory.  A row is written before its effect is visible; State is a fold
-# over rows, and the same fold serves the append and the reading.
+# LEDGER AND STATE.  The only memory.  A row is written before its effect is visible; State is a
+# fold over rows, and the same fold serves the append and the reading.
 # ==================================================================================================
 
 FROZEN, ANSWERED, QUARANTINED, TAKEN = 1, 2, 4, 8       # what State remembers of a text
 
 
 def is_demo(model: str) -> bool:
-    """Whether a model, by its name, gives demo answers: one ledger never holds these and real ones."""
+    """Whether a model, by its name, gives demo answers, which never share a ledger with others."""
     return model.split(":")[0] == "demo"
 
 
 class OpenBatch(NamedTuple):
-    """A batch that failed and is not settled: what plan was told, to be told again by the next run."""
+    """A batch that failed and is not settled: what plan was told, to be told by the next run."""
 
     ids: Tuple[str, ...]
     size: int
@@ -1946,18 +1952,19 @@ class InputCount(NamedTuple):
 
 
 class State:
-    """What is frozen, answered and quarantined, for one task and arm: a fold over the rows of a ledger.
+    """What is frozen, answered and quarantined, for one task and arm: a fold over rows.
 
-    `status` maps key_of(digest) to flags, for the texts of the input and of the ledger alike; beside
-    it only the batches that are not settled are kept.  A run marks there, too, what it has TAKEN up.
+    `status` maps key_of(digest) to flags, for the texts of the input and of the ledger alike;
+    beside it only the batches that are not settled are kept.  A run marks there, too, what it has
+    TAKEN up.
     """
 
     def __init__(self, task: Task, arm: Optional[int] = None, frozen: Iterable[int] = ()) -> None:
         self.task, self.arm = task, arm
         self.status: Dict[int, int] = dict.fromkeys(frozen, FROZEN)
         self.open: Dict[str, OpenBatch] = {}                    # by batch_id
-        self.answered_by: Counter[Tuple[str, int]] = collections.Counter()  # (model, size) -> items
-        self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()  # (stage, task) -> answers
+        self.answered_by: Counter[Tuple[str, int]] = collections.Counter()  # (model, size): items
+        self.other_tasks: Counter[Tuple[str, str]] = collections.Counter()  # (stage, task): answers
         self.conflicts = 0                      # accepted again with another row; the first counts
         self.sizes: Optional[List[int]] = None  # of the task's trial on the ledger
         self.singles: Counter[str] = collections.Counter()  # model -> single first calls in any arm
@@ -1974,7 +1981,8 @@ class State:
         if row["event"] not in ("attempt", "quarantine"):
             return []
         mine = row["task"] == self.task.fingerprint
-        if mine and row["event"] == "attempt" and not row["fallback"] and row["size"] == row["attempt"] == 1:
+        first = row["event"] == "attempt" and row["attempt"] == 1 and not row["fallback"]
+        if mine and first and row["size"] == 1:
             self.singles[self._models.get(row["run"], "?")] += 1
         if row.get("arm") != self.arm:
             return []
@@ -2002,10 +2010,10 @@ class State:
         return settled
 
     def _note_open(self, row: Mapping[str, Any], final: bool) -> None:
-        """Remember a failed batch and what its calls came to, until its own rows have settled it."""
+        """Remember a failed batch and what its calls came to, until its own rows settle it."""
         name, ids = row["batch_id"], tuple(row["batch"])
         if name not in self.open and (row["fallback"] or final):
-            return                              # the batch is settled, or this call settles all of it
+            return                          # the batch is settled, or this call settles all of it
         opened = self.open.setdefault(name, OpenBatch(ids, row["size"], set(ids), {}))
         # What is in quarantine is not asked again, whatever attempts today's policy has left.
         opened.codes[ids, row["attempt"]] = REJECTED if "quarantined" in row else row["verdict"]
@@ -2088,12 +2096,12 @@ if hasattr(os, "register_at_fork"):
 
 
 class Ledger:
-    """One append-only file of rows, one writer at a time.  Read `rows` to their end before `append`.
+    """One append-only file of rows, one writer at a time.  Read all `rows` before an `append`.
 
     `append` writes a whole line, with one write where the disk takes it, and only then may the row
     take effect.  After a write has failed the next append first closes off the torn line, so that
-    space made meanwhile saves what comes.  `astray` once its name leads to another file, or a part of
-    it is gone.
+    space made meanwhile saves what comes.  `astray` once its name leads to another file, or a part
+    of it is gone.
     """
 
     def __init__(self, path: str) -> None:
@@ -2102,8 +2110,9 @@ class Ledger:
         self._unfinished = self._dirty = self.astray = False
         self._rescue = "%s.rescued-%d" % (path, time.time())
         if os.path.exists(path) and not os.path.isfile(path):
-            raise HarnessError("the ledger %s is no ordinary file; name another with --ledger" % path)
-        locks = lock_module()                   # before the file is made: where there is none, no file is left
+            raise HarnessError(
+                "the ledger %s is no ordinary file; name another with --ledger" % path)
+        locks = lock_module()       # where there is none, no file is made
         mode = os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0)
         try:
             os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
@@ -2117,8 +2126,10 @@ class Ledger:
         except OSError as error:
             os.close(self._fd)
             if isinstance(error, BlockingIOError):
-                raise HarnessError("another process is writing %s; wait for it, or name another --ledger" % path)
-            raise HarnessError("cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
+                raise HarnessError(
+                    "another process is writing %s; wait for it, or name another --ledger" % path)
+            raise HarnessError(
+                "cannot lock %s: %s; put the ledger on a local disk" % (path, error.strerror))
         LOCKED.add(self._fd)
 
     def rows(self) -> Iterator[Dict[str, Any]]:
@@ -2128,8 +2139,9 @@ class Ledger:
         self._seq, self._crc, self._unfinished = log.number, log.crc, log.unfinished
 
     def append(self, parts: Tuple[str, str]) -> None:
-        """Write a row, given as row_parts, as one line.  OSError: it is not written and has no effect."""
-        line = (', "seq": %d, "prev": "%08x"' % (self._seq + 1, self._crc)).join(parts).encode("utf-8")
+        """Write a row, given as row_parts, as one line.  OSError: it is not, and has no effect."""
+        place = ', "seq": %d, "prev": "%08x"' % (self._seq + 1, self._crc)
+        line = place.join(parts).encode("utf-8")
         before = b"\n" if self._unfinished else b""             # closes off a line that was torn
         data, written = before + line + b"\n", 0
         try:
@@ -2147,7 +2159,7 @@ class Ledger:
                 self._seq, self._crc = self._seq + 1, binascii.crc32(there)
 
     def sync(self) -> None:
-        """Put what was appended on the disk; OSError: the disk refuses, or the file was meddled with."""
+        """Put what was appended on the disk; OSError: it refuses, or the file was meddled with."""
         dirty, self._dirty = self._dirty, False
         if dirty:
             os.fsync(self._fd)
@@ -2158,11 +2170,11 @@ class Ledger:
         if not same:
             if dirty or not self.astray:
                 self._save()
-            words = ("another program has removed, renamed or replaced it; all of its rows are saved in %s, "
-                     "move that back" % self._rescue)
+            words = ("another program has removed, renamed or replaced it; all of its rows are "
+                     "saved in %s, move that back" % self._rescue)
         elif mine.st_size < self._size:
-            words = ("another program has cut it from %d to %d bytes; go back to a copy of it, or what is "
-                     "gone is asked again" % (self._size, mine.st_size))
+            words = ("another program has cut it from %d to %d bytes; go back to a copy of it, or "
+                     "what is gone is asked again" % (self._size, mine.st_size))
         if words:
             self.astray = True
             raise OSError(errno.EIO, words, self.path)
@@ -2197,11 +2209,11 @@ def lock_module() -> Any:
 
 
 def lock_file(descriptor: int, locks: Any) -> None:
-    """Take the writer's lock of an open file, without waiting; BlockingIOError: another process has it."""
+    """Take the writer's lock of an open file, without waiting; BlockingIOError: another has it."""
     if hasattr(locks, "flock"):
         locks.flock(descriptor, locks.LOCK_EX | locks.LOCK_NB)
         return
-    os.lseek(descriptor, 1 << 40, os.SEEK_SET)      # far beyond the rows: a locked byte cannot be read
+    os.lseek(descriptor, 1 << 40, os.SEEK_SET)      # beyond the rows: a locked byte is not read
     try:
         locks.locking(descriptor, locks.LK_NBLCK, 1)
     except OSError:
@@ -4332,12 +4344,12 @@ class Pool:
             self._push([queued], now + wait)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory: what is to be
 # made stands there before it is made, under a key that it keeps; what may have been made is looked for before it is
 # submitted again.  Requests are written as they are made; results are read line by line, joined by custom id alone
 # and judged like any reply; a provider's counters are shown and never believed.
-# ====================================================================================================================
+# ==================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
 MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB
@@ -7522,9 +7534,9 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     return QUARANTINED_LEFT if undone else DONE
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # COMMAND LINE.  Checks what a person typed, before any call; turns every error into one line and an exit code.
-# ====================================================================================================================
+# ==================================================================================================
 
 class Parser(argparse.ArgumentParser):
     """An argparse parser whose errors are HarnessErrors."""
