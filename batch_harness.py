@@ -1988,7 +1988,7 @@ class State:
             return []
         if mine:
             return self._attempt(row)
-        self.other_tasks[row["stage"], row["task"]] += len(row.get("answers", ()))
+        self.other_tasks[row["stage"], row["task"]] += len(answers_of(row))
         return []
 
     def _attempt(self, row: Mapping[str, Any]) -> List[int]:
@@ -5841,7 +5841,7 @@ class Figures:
         self.calls += 1
         self.verdicts[row["verdict"]] += 1
         self.normalised.update(row.get("normalised", ()))
-        self.answered += len(row.get("answers", ()))
+        self.answered += len(answers_of(row))
         if row.get("reordered"):
             self.reordered += 1
         if row["fallback"]:
@@ -6707,7 +6707,7 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
                     task = load_task(row["task"], row["form"])
                     tasks[row["fingerprint"]] = task._replace(fingerprint=row["fingerprint"])
             elif row["event"] == "attempt" and row.get("arm") is None:      # a trial's do not count
-                answered[row["task"]] += len(row.get("answers", ()))
+                answered[row["task"]] += len(answers_of(row))
     fits = [task for task in tasks.values()
             if stage in (None, task.stage) and fingerprint in (None, task.fingerprint)]
     fits = [task for task in fits if answered[task.fingerprint]] or fits
@@ -7061,7 +7061,8 @@ class Auditor:
 
     def _answered(self, row: Entry, derived: Entry) -> Faults:
         """Each answer must be that of its reply, and the first for its text."""
-        ids, answers = row["batch"], row["answers"]
+        ids = row["batch"]
+        answers = {name: answer for _, name, answer in answers_of(row)}
         self.counted["derived"] += len(ids)
         if encode(derived) != encode(answers):
             for name, answer in derived.items():
@@ -7374,14 +7375,14 @@ def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str
         if not settled or row["verdict"] != "ok":
             continue
         proof = rederived(row, task)
-        if proof.code != "ok" or proof.answers != row["answers"]:
+        given = answers_of(row)
+        if proof.code != "ok" or proof.answers != {name: answer for _, name, answer in given}:
             raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
                                "applied, see `audit`" % (path, row["seq"]))
         sources = row.get("sources", itertools.repeat(None))
-        for sha, name, source in zip(row["text_sha"], row["batch"], sources):
+        for (sha, name, answer), source in zip(given, sources):
             if key_of(sha) in settled:
                 mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
-                _, answer = settled_as(row, sha)
                 if task.bare:
                     answer = {"answer": answer}
                 cells = [mark, *map(answer.get, fields), task.rubric_version]

@@ -153,7 +153,7 @@ class TheFile(Case):
         self.assertEqual(good.answers, {item.id: "good" for item in items})
         self.assertFalse(hasattr(module, "main"))
 
-    def test_answers_come_from_validate_alone(self):
+    def test_answers_come_from_validate_and_out_of_rows_by_one_function_alone(self):
         known = ("Verdict", "NotOk", "_answer", "_elements", "_by_id")
         self.assertTrue(all(hasattr(bh, name) for name in known))
         line = self.ABOVE.count("\n")
@@ -167,10 +167,13 @@ class TheFile(Case):
                            for key, value in zip(node.keys, node.values)]
                 self.assertNotIn("answers", dict(members))
                 self.assertNotIn(("event", "attempt"), members)
-            if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Subscript):
                 self.assertNotIn("answers", ast.dump(node.slice))
             if isinstance(node, ast.keyword):
                 self.assertNotEqual(node.arg, "answers")
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get", "pop"):
+                for argument in node.args[:1]:
+                    self.assertNotEqual(getattr(argument, "value", ""), "answers")
 
     def test_only_the_standard_library_is_imported(self):
         known = getattr(sys, "stdlib_module_names", None)
