@@ -2873,10 +2873,12 @@ class Client:
                 connection.sock.settimeout(patience)    # where there is none, end_overdue ends it
                 weakref.finalize(connection, connection.sock.close)
             receive = functools.partial(connection.sock.recv, PART)
-            with contextlib.suppress(OSError):          # who answers early has answered
+            try:
                 for part in request:
                     connection.sock.sendall(part)
                 sent = True
+            except OSError:                             # who answers early has answered
+                pass
             first = receive()
             parts = itertools.chain([first], iter(receive, None))
             if patience:
@@ -2905,14 +2907,15 @@ class Client:
         The look costs as much as some calls do, so that one that was used a moment ago is trusted,
         until one has failed.
         """
-        with contextlib.suppress(KeyError):
+        try:
             while True:
                 connection, since = self._idle.popitem()
                 trusted = time.monotonic() - since < self._trust
                 if trusted or not has_news(connection.sock):
                     return connection
                 connection.close()
-        return None
+        except KeyError:
+            return None
 
     def end_overdue(self, now: float) -> None:
         """Shut down connections whose calls are overdue.
