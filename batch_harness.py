@@ -7386,9 +7386,8 @@ def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str
         for (sha, name, answer), source in zip(given, sources):
             if key_of(sha) in settled:
                 mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
-                if task.bare:
-                    answer = {"answer": answer}
-                cells = [mark, *map(answer.get, fields), task.rubric_version]
+                values = {"answer": answer} if task.bare else answer
+                cells = [mark, *map(values.get, fields), task.rubric_version]
                 found.changes[sha] = Change(name, [
                     encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells])
                 if source is not None:
