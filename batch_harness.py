@@ -92,7 +92,7 @@ import threading
 import weakref
 from typing import (
     IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
-    NamedTuple, Optional, Sequence, Set, Tuple, TypeVar, Union)
+    NamedTuple, Optional, Sequence, Set, Tuple, Union)
 
 try:
     import zlib
@@ -1151,6 +1151,8 @@ OPTIONAL: Dict[str, Any] = {                            # and of what kind other
     "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
     "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
+LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
+    "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "", "form": ""}
 OF_WORDS = ("batch", "normalised", *OUTCOMES)                   # lists of strings
 
 
@@ -1443,7 +1445,6 @@ class Settings(NamedTuple):
     batch_api: bool = False
     finish: str = "jobs"
     no_wait: bool = False
-    adopt: Optional[str] = None
     abandon: Optional[str] = None
     file: str = ""
     parts: int = 1
@@ -4347,130 +4348,41 @@ class Pool:
             self._push([queued], now + wait)
 
 
-# ==================================================================================================
-# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory: what is to be
-# made stands there before it is made, under a key that it keeps; what may have been made is looked for before it is
-# submitted again.  Requests are written as they are made; results are read line by line, joined by custom id alone
-# and judged like any reply; a provider's counters are shown and never believed.
-# ==================================================================================================
+# ====================================================================================================
+# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory:
+# what is to be made stands there before it is made, under a key that it keeps; what may have been made
+# is looked for before it is submitted again.  Requests are written as they are made; results are read
+# line by line, joined by custom id alone and judged like any reply; a provider's counters are shown and
+# never believed.
+# ====================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
 MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB
 POLL, MAX_POLL = 2.0, 300.0             # seconds between looks at a job, at first and at most
 GRACE = 60.0                            # seconds between two looks for a job that may be there
-NO_ENGINE = frozenset({405, 501})       # HTTP statuses: there is nothing to make jobs with;
-NOT_MADE = NO_ENGINE | {400, 401, 402, 403, 404, 413, 422, 429}     # and: no job was made
-ABSENT = frozenset({404, 410})
-SKEW = 86400.0                          # seconds that the clocks here and there may differ
+LOOKS = 2                               # of these, before it is submitted again
+SKEW = datetime.timedelta(days=1)       # by which the clocks here and there may differ
 TRIES = 3                               # of what fails, and of rounds that bring no reply
 GONE = 6                                # looks in a row that do not find a job
+ABSENT = 404, 410
 MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
-Given = TypeVar("Given")
+# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.  A file
+# that was just uploaded may not be seen before.
+NOT_MADE: Dict[Optional[int], Tuple[int, str]] = {
+    **dict.fromkeys((400, 401, 402, 403, 404, 413, 422), (TRIES, "")),
+    **dict.fromkeys((405, 501), (1, "; there is no batch engine: leave --batch-api out"))}
+UPLOAD = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--%s\r\n'
+          'Content-Disposition: form-data; name="file"; filename="batch_harness-%s.jsonl"\r\n'
+          'Content-Type: application/jsonl\r\n\r\n')
+CUSTOM_ID = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z")
+RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
+ENDED = frozenset({"completed", "failed", "expired", "cancelled", "ended"})
 
 
 class NotYet(CallFailed):
     """What is waited for goes on at the provider: nothing has failed."""
-
-
-class JobStatus(NamedTuple):
-    """What a provider says of a job."""
-
-    name: str                           # its id there
-    status: str
-    ended: bool
-    counts: Mapping[str, int]           # the provider's own
-    places: Sequence[str]               # paths of its results
-    made: float                         # when, in seconds since 1970 by the provider's clock
-    key: str                            # ours, where its metadata holds one
-    file: str                           # the file that holds its requests
-    errors: str                         # why it was refused whole
-
-    def total(self, *leave_out: str) -> int:
-        """The sum of its counters."""
-        return sum(count for name, count in self.counts.items() if name not in leave_out)
-
-    def words(self) -> str:
-        """Its status and counters, for a person."""
-        told = ", ".join("%s %d" % entry for entry in self.counts.items())
-        return "%s (%s)" % (self.status, told or "it does not count")
-
-
-def status_of(document: Mapping[str, Any]) -> JobStatus:
-    """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status.
-
-    Results are asked for whatever the status says, and at our own base URL, whatever URL is named.
-    """
-    status = str(document.get("processing_status") or document.get("status")).lower()
-    name = str(document["id"])
-    files = filter(None, map(document.get, ("output_file_id", "error_file_id")))
-    places = ["/files/%s/content" % in_path(file) for file in files]
-    if "processing_status" in document:
-        places = ["/v1/messages/batches/%s/results" % in_path(name)]
-    counters = an_object(document.get("request_counts"))
-    faults = an_object(document.get("errors")).get("data") or ()
-    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
-             for fault in faults]
-    return JobStatus(
-        name=name,
-        status=status,
-        ended=status in ("completed", "failed", "expired", "cancelled", "ended"),
-        counts={word: count for word, count in counters.items() if type(count) is int},
-        places=places,
-        made=seconds_of(document.get("created_at")),
-        key=str(an_object(document.get("metadata")).get("batch_harness")),
-        file=str(document.get("input_file_id")),
-        errors="; ".join(words))
-
-
-def in_path(name: Any) -> str:
-    """A name as one part of a URL's path."""
-    import urllib.parse
-    return urllib.parse.quote(str(name), "")
-
-
-def seconds_of(moment: Any) -> float:
-    """A time of a provider or of timestamp() in seconds since 1970; 0.0 for what is none."""
-    if isinstance(moment, (int, float)):
-        return moment
-    with contextlib.suppress(ValueError):
-        bare = datetime.datetime.strptime(str(moment)[:19], "%Y-%m-%dT%H:%M:%S")
-        return bare.replace(tzinfo=datetime.timezone.utc).timestamp()
-    return 0.0
-
-
-def file_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
-    """A line of results of OpenAI's form and its copies."""
-    response = an_object(line.get("response"))
-    error = line.get("error")
-    body = response.get("body")
-    if "choices" in response:                           # Fireworks puts the reply itself there
-        body = response
-    status = response.get("status_code")
-    if type(status) is not int:
-        status = 200
-    if error or not isinstance(body, dict):
-        error = an_object(error).get("error") or error                  # vLLM nests it
-        body = {"error": error or "no body"}
-        if status < 400:
-            status = 0
-    return status, body, response.get("request_id")
-
-
-def message_result(line: Mapping[str, Any]) -> Tuple[int, Any, Any]:
-    """A line of results of Anthropic's form."""
-    result = an_object(line.get("result"))
-    kind = result.get("type")
-    error = an_object(result.get("error"))
-    if kind == "succeeded":
-        return 200, result.get("message"), None
-    if kind != "errored":
-        return 0, {"error": "the request was %s" % kind}, None
-    status = 0
-    if an_object(error.get("error")).get("type") == "invalid_request_error":
-        status = 400
-    return status, error, error.get("request_id")
 
 
 class Engine(NamedTuple):
@@ -4480,170 +4392,236 @@ class Engine(NamedTuple):
     cursor: str                 # how the next page of their list is asked for
     line: Mapping[str, Any]     # what every request has beside its custom id ...
     body: str                   # ... and this: the member that holds the call's body
-    result: Callable[[Mapping[str, Any]], Tuple[int, Any, Any]]
-    #                           a line of results -> (HTTP status or 0, body, request id)
+    results: str                # the path of a job's results ...
+    places: Sequence[str]       # ... by these members of it
     files: bool                 # requests go up as a file; else inside the creation
 
 
 ENGINES: Dict[str, Engine] = {
     "chat": Engine(
-        "/batches", "after", {"method": "POST", "url": CHAT_URL}, "body", file_result, True),
+        "/batches", "after", {"method": "POST", "url": CHAT_URL}, "body",
+        "/files/%s/content", ("output_file_id", "error_file_id"), True),
     "messages": Engine(
-        "/v1/messages/batches", "after_id", {}, "params", message_result, False),
+        "/v1/messages/batches", "after_id", {}, "params",
+        "/v1/messages/batches/%s/results", ("id",), False),
 }
+
+
+class JobStatus(NamedTuple):
+    """What a provider says of a job."""
+
+    name: str                           # its id there
+    status: str
+    counts: Mapping[str, int]           # the provider's own
+    places: Sequence[str]               # paths of its results, at our base URL, whatever it says
+    made: datetime.datetime             # in UTC by the provider's clock
+    marks: Sequence[Any]                # the key in its metadata; the file that holds its requests
+    errors: str                         # why it was refused whole
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come."""
+        return self.status in ENDED
+
+    def words(self) -> str:
+        """Its status and counters, for a person."""
+        return "%s (%s)" % (self.status, as_counts(self.counts))
+
+
+def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
+    """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status."""
+    files = filter(None, map(document.get, engine.places))
+    counters = an_object(document.get("request_counts"))
+    faults = an_object(document.get("errors")).get("data") or ()
+    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
+             for fault in faults]
+    return JobStatus(
+        name=str(document.get("id")),
+        status=str(document.get("processing_status") or document.get("status")).lower(),
+        counts={word: count for word, count in counters.items() if type(count) is int},
+        places=[engine.results % in_path(file) for file in files],
+        made=moment_of(document.get("created_at")),
+        marks=[an_object(document.get("metadata")).get("batch_harness"), document.get("input_file_id")],
+        errors="; ".join(words))
+
+
+def in_path(name: Any) -> str:
+    """A name as one part of a URL's path."""
+    import urllib.parse
+    return urllib.parse.quote(str(name), "")
+
+
+def moment_of(stamp: Any) -> datetime.datetime:
+    """A time like timestamp()'s; the first year for what is none."""
+    with contextlib.suppress(ValueError):
+        return datetime.datetime.fromisoformat(str(stamp)[:19])
+    return datetime.datetime.min
+
+
+def numbered(document: Any) -> Tuple[str, int]:
+    """The key of the job and the number of the request in a custom id; "" and 0 where there is none."""
+    found = CUSTOM_ID.match(str(an_object(document).get("custom_id")))
+    if found is None:
+        return "", 0
+    return found[1], int(found[2])
+
+
+def result_of(line: bytes) -> Tuple[str, int]:
+    """Key and number, as in numbered, of a line of results."""
+    document = an_object(decoded(line))
+    if document.keys() & RESULT:
+        return numbered(document)
+    return "", 0
+
+
+def outcome_of(line: Mapping[str, Any]) -> Tuple[Any, Any, Any]:
+    """A line of results of either form, as (HTTP status or 0, body, request id)."""
+    came = an_object(line.get("response") or line.get("result"))
+    body = came.get("body") or came.get("message")
+    if "choices" in came:                               # Fireworks puts the reply itself there
+        body = came
+    error = line.get("error") or came.get("error")
+    error = an_object(error).get("error") or error      # vLLM and Anthropic nest it
+    if body and not error:
+        return came.get("status_code", 200), body, came.get("request_id")
+    status = came.get("status_code", 0)
+    if an_object(error).get("type") == "invalid_request_error":
+        status = 400
+    return status, {"error": error or "the request is %s" % came.get("type", "lost")}, None
 
 
 class Post:
     """The way to a batch engine and back: requests, jobs, results.  Every word is masked."""
 
     def __init__(self, client: Client, endpoint: Endpoint, engine: Engine) -> None:
-        self.engine, self._client, self._endpoint = engine, client, endpoint
+        self.engine = engine
+        self._client = client
+        self._endpoint = endpoint
 
     def request(self, name: str, prompt: str, extra: Mapping[str, Any]) -> bytes:
         """A line of requests."""
         body = self._endpoint.body(prompt, extra)
         line = {"custom_id": name, **self.engine.line, self.engine.body: body}
-        return json.dumps(line).encode("ascii") + b"\n"
+        return json_line(line)
 
-    def holds(self, path: str, requests: Mapping[str, Any]) -> bool:
-        """Whether a file still holds these requests, by the digests of their prompts."""
-        found: Dict[str, str] = {}
-        faults = OSError, ValueError, LookupError, TypeError
-        with contextlib.suppress(*faults), open(path, "rb") as file:
-            for line in map(json.loads, file):
-                prompt = line[self.engine.body]["messages"][0]["content"]
-                found[line["custom_id"]] = prompt_digest(prompt)
-        return found == {name: request["prompt_sha"] for name, request in requests.items()}
-
-    def came(self, line: Mapping[str, Any]) -> Came:
+    def came(self, line: bytes) -> Came:
         """What one line of results is: a reply, or why there is none."""
-        status, body, request = self.engine.result(line)
-        data = json.dumps(body).encode("ascii")
-        response = Response(status or 500, {"x-request-id": request and str(request)}, data, True)
+        status, body, request = outcome_of(an_object(decoded(line)))
+        if status not in range(100, 600):
+            return CallFailed("retry", error_in(body, "").words)
+        response = Response(status, {"x-request-id": str(request or "")}, json_line(body), True)
         try:
             return self._endpoint.reply(response)
         except CallFailed as failure:
-            if not status:
-                failure.status = None
-                failure.detail = failure.detail.replace("HTTP 500: ", "", 1)
             return failure
 
     def upload(self, key: str, path: str) -> str:
         """Put a file of requests up; its id there."""
-        import random
-        mark = "batch-harness-%032x" % random.SystemRandom().getrandbits(128)
-        name = '; filename="batch_harness-%s.jsonl"\r\nContent-Type: application/jsonl' % key
-        head = tail = "--%s" % mark
-        for what, value in (('"purpose"', "batch\r\n--%s" % mark), ('"file"' + name, "")):
-            head += "\r\nContent-Disposition: form-data; name=%s\r\n\r\n%s" % (what, value)
-        tail = "\r\n%s--\r\n" % tail
+        mark = "batch-harness-" + os.urandom(16).hex()
+        head = (UPLOAD % (mark, mark, key)).encode("ascii")
+        tail = ("\r\n--%s--\r\n" % mark).encode("ascii")
         size = os.path.getsize(path)
-        parts = itertools.chain([head.encode("ascii")], parts_of(path, size), [tail.encode("ascii")])
         kind = "Content-Type: multipart/form-data; boundary=" + mark
-        document = self._ask("POST", "/files", kind, len(head) + size + len(tail), parts)
-        return str(document["id"])
+        parts = itertools.chain([head], parts_of(path, size), [tail])
+        way = self._client.head("POST", "/files", kind)
+        return str(self._ask("id", way, len(head) + size + len(tail), parts)["id"])
 
-    def create(self, key: str, run: str, file: str, path: str) -> JobStatus:
+    def create(self, job: OpenJob, path: str) -> JobStatus:
         """Make a job of an uploaded file, or of the requests in a file here."""
-        metadata = {"batch_harness": key, "run": run}
-        data = json.dumps({"input_file_id": file, "endpoint": CHAT_URL,
-                           "completion_window": "24h", "metadata": metadata}).encode("ascii")
-        size, parts = len(data), iter([data])
+        data = json_line({
+            "input_file_id": job.file, "endpoint": CHAT_URL, "completion_window": "24h",
+            "metadata": {"batch_harness": job.key, "run": job.intent["run"]}})
+        size = len(data)
+        parts: Iterable[bytes] = [data]
         if not self.engine.files:
-            length = os.path.getsize(path) - 1          # but for the last line's end
-            lines = (part.replace(b"\n", b",") for part in parts_of(path, length))
-            size, parts = length + 16, itertools.chain([b'{"requests": ['], lines, [b"]}"])
-        kind = JSON_BODY + "\r\nIdempotency-Key: " + key
-        return status_of(self._ask("POST", self.engine.path, kind, size, parts))
+            size = os.path.getsize(path) - 1            # but for the last line's end
+            lines = (part.replace(b"\n", b",") for part in parts_of(path, size))
+            parts = itertools.chain([b'{"requests": ['], lines, [b"]}"])
+            size += 16
+        way = self._client.head("POST", self.engine.path, JSON_BODY, "Idempotency-Key: " + job.key)
+        return status_of(self.engine, self._ask("id", way, size, parts))
 
     def status(self, name: str, method: str = "GET", step: str = "") -> JobStatus:
         """How a job stands; with POST and "/cancel", once it was called off."""
         path = "%s/%s%s" % (self.engine.path, in_path(name), step)
-        status = status_of(self._ask(method, path))
-        if status.name != name:
-            raise CallFailed("retry", "what came is another job, " + status.name)
-        return status
+        return status_of(self.engine, self._ask("id", self._client.head(method, path)))
 
-    def listed(self) -> Iterator[Optional[JobStatus]]:
-        """All jobs there, in whatever order; then None where the list has more and no way to it."""
+    def listed(self) -> Iterator[JobStatus]:
+        """The jobs there, in whatever order; of a list without pages the first ones."""
         seen: Set[str] = set()
-        cursor = ""
-        while True:
-            page = self._ask("GET", "%s?limit=100%s" % (self.engine.path, cursor), wants="data")
-            jobs = [status_of({"id": "", **an_object(entry)}) for entry in page["data"]]
-            names = {job.name for job in jobs}
-            if names and names <= seen:                 # this page is the last one again
-                yield None
-                return
+        cursor, more = "", True
+        while more:
+            path = "%s?limit=100%s" % (self.engine.path, cursor)
+            page = self._ask("data", self._client.head("GET", path))
+            jobs = [status_of(self.engine, an_object(entry)) for entry in page["data"]]
             yield from jobs
             if not page.get("has_more", bool(jobs)):    # who does not say is asked for more
                 return
             if not jobs:
                 raise CallFailed("retry", "a page of the provider's list is empty")
-            seen |= names
-            cursor = "&%s=%s" % (self.engine.cursor, in_path(jobs[-1].name))
+            last = jobs[-1].name
+            cursor = "&%s=%s" % (self.engine.cursor, in_path(last))
+            more = last not in seen
+            seen.add(last)
 
     def bears(self, job: JobStatus, key: str) -> Optional[bool]:
         """Whether a job's results carry a key; None where there are none to be seen."""
-        try:
-            line = next(lines_of(self._flow("GET", job.places[0])))
-        except (StopIteration, CallFailed) as failure:
-            if getattr(failure, "kind", "") == "retry":         # else they are gone, or not ours
-                raise
+        if not job.ended:
             return None
-        return str(an_object(decoded(line)).get("custom_id")).startswith(key + "-")
+        try:
+            for line in lines_of(self._flow(self._client.head("GET", job.places[0]))):
+                return numbered(decoded(line))[0] == key
+        except CallFailed as failure:
+            if failure.kind == "retry":                 # else they are gone, or not ours
+                raise
+        return None
 
     def results(self, job: JobStatus, partly: bool, file: IO[bytes]) -> None:
-        """Write all lines that a job brought; `partly`: what can be had of them.
+        """Write all lines that a job brought; `partly`: what can be had of them, if there is any.
 
         CallFailed: they are not whole.
         """
         count = 0
         for place in job.places:
-            line = b"{}"
             try:
-                for line in lines_of(self._flow("GET", place)):
+                for line in lines_of(self._flow(self._client.head("GET", place))):
                     file.write(self._masked(line) + b"\n")
-                    count += 1
+                    if decoded(line) is not None:       # the last one may be cut
+                        count += 1
             except CallFailed as failure:
-                if not partly or failure.status not in ABSENT:
+                if not (partly and count and failure.status in ABSENT):
                     raise
-            if not partly and decoded(line) is None:
-                raise CallFailed("retry", "the last line of its results is cut")
-        if not partly and count < job.total("total", "processing"):
+        ended = [count for word, count in job.counts.items() if word not in ("total", "processing")]
+        if count < sum(ended) and not (partly and (count or job.errors)):
             raise CallFailed("retry", "its results are fewer than it counts")
-        counted = job.counts.get("completed") or job.counts.get("succeeded")
-        if counted and not count and not job.errors:
-            raise CallFailed("stop", "none of its results can be had, and it counts %d; if they are "
-                             "gone for good, say --abandon %s" % (counted, job.name))
 
-    def _ask(self, method: str, path: str, kind: str = JSON_BODY, size: int = 0,
-             parts: Iterable[bytes] = (), wants: str = "id") -> Mapping[str, Any]:
+    def _ask(self, wanted: str, head: bytes, size: int = 0,
+             parts: Iterable[bytes] = ()) -> Mapping[str, Any]:
         """The JSON object that a request gives; it holds what is wanted of it."""
-        came = self._masked(b"".join(self._flow(method, path, kind, size, parts)))
+        came = self._masked(b"".join(self._flow(head, size, parts)))
         document = an_object(decoded(came))
-        if isinstance(document.get(wants), {"id": str, "data": list}[wants]):
+        if isinstance(document.get(wanted), (str, list)):
             return document
-        raise CallFailed("retry", "a reply from %s without %s; is --base-url right? %s" % (
-            self._client.host, wants, self._client.mask(came.decode("utf-8", "replace"))))
+        words = self._client.mask(came.decode("utf-8", "replace"))
+        raise CallFailed("retry", "a reply without %s; is --base-url right? %s" % (wanted, words))
 
-    def _flow(self, method: str, path: str, kind: str = JSON_BODY, size: int = 0,
-              parts: Iterable[bytes] = ()) -> Iterator[bytes]:
+    def _flow(self, head: bytes, size: int = 0, parts: Iterable[bytes] = ()) -> Iterator[bytes]:
         """The body of a response, part by part.  CallFailed where it holds an error."""
-        client = self._client
-        flow = client.stream(client.head(method, path, kind), size, parts)
+        flow = self._client.stream(head, size, parts)
         response = next(flow)
         if 200 <= response.status < 300:
             yield from flow
-            return
-        body = b"".join(flow)
-        error = error_in(decoded(body), body.decode("utf-8", "surrogateescape"))
-        wait = retry_after({**error.waits, **response.headers}, time.time())
-        raise classify(response.status, error._replace(words=client.mask(error.words)), wait, ())
+        else:
+            self._endpoint.reply(response._replace(body=b"".join(flow)))        # which raises
 
     def _masked(self, data: bytes) -> bytes:
-        text = without_bom(data).decode("utf-8", "surrogateescape")
-        return self._client.mask_long(text).encode("utf-8", "surrogateescape")
+        text = self._client.mask_long(data.decode("utf-8", "surrogateescape"))
+        return text.encode("utf-8", "surrogateescape")
+
+
+def json_line(value: Any) -> bytes:
+    """A value as a line of JSON."""
+    return json.dumps(value).encode("ascii") + b"\n"
 
 
 def parts_of(path: str, size: int) -> Iterator[bytes]:
@@ -4669,22 +4647,11 @@ def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
 def decoded(data: bytes) -> Any:
     """The JSON value in some bytes; None where there is none."""
     with contextlib.suppress(ValueError, RecursionError):
-        return LEDGER_JSON.decode(data.decode("utf-8", "surrogateescape"))
+        return LEDGER_JSON.decode(data.decode("utf-8", "surrogateescape").lstrip("\ufeff"))
     return None
 
 
-def without_bom(data: bytes) -> bytes:
-    """The bytes without a byte order mark."""
-    if data.startswith(b"\xef\xbb\xbf"):
-        return data[3:]
-    return data
-
-
 # ---- job rows ----
-
-REQUEST: Dict[str, Any] = {             # members of a request that a job's intent holds
-    "batch": list, "text_sha": list, "sources": list, "prompt_sha": str, "attempt": int,
-    "fallback": bool, "last_form": bool, "last_attempt": bool, "batch_id": str, "size": int}
 
 
 def request_of(ask: Ask, prompt: str) -> Dict[str, Any]:
@@ -4704,17 +4671,14 @@ def ask_of(request: Mapping[str, Any]) -> Ask:
     return Ask(items, *map(request.__getitem__, Ask._fields[1:]))
 
 
-def _is_request(value: Any) -> bool:
+def _is_request(request: Any) -> bool:
     """Whether a value is what request_of makes."""
-    if not (isinstance(value, dict) and all(type(value.get(name)) is kind for name, kind in REQUEST.items())
-            and value["batch"] and _fit(value["batch"], value["text_sha"]) and len(set(value["text_sha"])) == len(
-                set(value["batch"])) == len(value["sources"]) == len(value["batch"])):
-        return False
-    with contextlib.suppress(ValueError, TypeError, RecursionError):
-        keys = [None if source is None else _source_value(source) for source in value["sources"]]
-        return (min(map(len, value["batch"])) >= ID_LENGTH
-                and re.match("[0-9a-f]{12}\\Z", value["batch_id"]) is not None
-                and 0 < value["size"] < MAX_INTEGER and 0 < value["attempt"] < MAX_INTEGER
+    with contextlib.suppress(LookupError, TypeError, ValueError, RecursionError):
+        ask = ask_of(request)
+        names = {name for name in request["batch"] if len(name) >= ID_LENGTH}
+        keys = [_source_value(source) for source in request["sources"] if source is not None]
+        sizes = {len(names), len(set(request["text_sha"])), len(request["sources"]), len(request["batch"])}
+        return (len(sizes) == 1 and is_row({**LIKE_A_ROW, **request}) and len(ask.batch_id) == 12
                 and not any(isinstance(key, (list, dict)) for key in keys))
     return False
 
@@ -4722,36 +4686,30 @@ def _is_request(value: Any) -> bool:
 def _is_job(row: Mapping[str, Any]) -> bool:
     """Whether a job's row can be taken in."""
     requests = row.get("requests", {})
-    return (row["step"] != "intent" or bool(requests)) and all(
-        name.startswith(row["key"] + "-") and _is_request(request) for name, request in requests.items()) and (
-            re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", str(row.get("at"))) is not None)
+    if row["step"] == "intent" and not requests:
+        return False
+    if moment_of(row.get("at")) == datetime.datetime.min:
+        return False
+    return all(name.startswith(row["key"] + "-") and _is_request(request)
+               for name, request in requests.items())
 
 
-class OpenJob(NamedTuple):
+class OpenJob:
     """A job whose results are not collected: what was to be made, and what is known of it since."""
 
-    intent: Mapping[str, Any]           # the row from before it was made, without its requests
-    packed: bytes                       # these, by custom id: a million are not held as objects
-    size: int                           # how many requests
-    items: int
-    steps: Dict[str, Mapping[str, Any]]         # the rows since, by step: uploaded, created, ...
-    seen: Set[int]                      # numbers of requests whose reply is on the ledger
-    failed: Set[int]                    # and of which it says that no reply came
+    name = ""                   # what it is called where it runs; "" while that is not known
+    file = ""                   # the file of its requests at the provider
+    collected = False
 
-    @property
-    def key(self) -> str:
-        """What it is called on the ledger."""
-        return str(self.intent["key"])
-
-    @property
-    def name(self) -> str:
-        """What it is called where it runs; "" while that is not known."""
-        return str(self.steps.get("created", {}).get("job", ""))
-
-    @property
-    def file(self) -> str:
-        """The file of its requests at the provider; "" where there is none."""
-        return str(self.steps.get("uploaded", {}).get("file", ""))
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        requests = row["requests"]
+        self.intent = {**row, "requests": None}         # the row from before it was made
+        self.key = str(row["key"])
+        self.size = len(requests)
+        self.items = sum(len(request["batch"]) for request in requests.values())
+        self.seen: Set[int] = set()     # numbers of requests whose reply is on the ledger
+        self.failed: Set[int] = set()   # and of which it says that no reply came
+        self._packed = json.dumps(requests)             # a million are not held as objects
 
     @property
     def called(self) -> str:
@@ -4760,20 +4718,7 @@ class OpenJob(NamedTuple):
 
     def requests(self) -> Dict[str, Dict[str, Any]]:
         """Its requests by custom id."""
-        packed = self.packed
-        if zlib:
-            packed = zlib.decompress(packed)
-        return json.loads(packed)  # type: ignore[no-any-return]
-
-
-def open_job(row: Mapping[str, Any]) -> OpenJob:
-    """The job that a row intends."""
-    requests = row["requests"]
-    packed = json.dumps(requests).encode("ascii")
-    if zlib:
-        packed = zlib.compress(packed, 1)
-    items = sum(len(request["batch"]) for request in requests.values())
-    return OpenJob({**row, "requests": None}, packed, len(requests), items, {}, set(), set())
+        return json.loads(self._packed)  # type: ignore[no-any-return]
 
 
 class JobState:
@@ -4798,323 +4743,288 @@ class JobState:
             if self._task in ("", row["task"]):
                 self._step(row, row["key"], row["step"])
         elif "custom_id" in row:
-            key, _, number = row["custom_id"].rpartition("-")
-            if key in self.jobs and number.isdecimal():
-                job = self.jobs[key]
-                numbers = {"attempt": job.seen}.get(row["event"], job.failed)
-                numbers.add(int(number))
+            key, number = numbered(row)
+            if key in self.jobs and row["event"] == "attempt":
+                self.jobs[key].seen.add(number)
+            elif key in self.jobs:
+                self.jobs[key].failed.add(number)
 
     def _step(self, row: Mapping[str, Any], key: str, step: str) -> None:
         """A step of a job: intent; uploaded, created or disowned; collected or abandoned."""
-        ends = step in ("collected", "abandoned")
+        job = self.jobs.get(key)
         if step == "intent":
-            self.jobs[key] = open_job(row)
-        elif key in self.jobs:
-            self.jobs[key].steps[step] = row
-        elif not ends:
+            self.jobs[key] = OpenJob(row)
+        elif job is None:
             self.lost.add(key)
-        if step == "disowned" and key in self.jobs:
-            self.jobs[key].steps.pop("created", None)
-        if ends:
+        elif step == "uploaded":
+            job.file = str(row.get("file"))
+        elif step in ("created", "disowned"):           # the latter by an earlier version
+            job.name = row.get("job", "")
+        else:
+            job.collected = True
+        if step in ("collected", "abandoned"):
             self.lost.discard(key)
-        if ends and self._task:
-            self.jobs.pop(key, None)
+            if self._task:
+                self.jobs.pop(key, None)
 
 
 # ---- results ----
 
-ORDINAL = re.compile(r"[1-9][0-9]{0,8}\Z")
-RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
-MISSING, DIFFERENT = -1, -2             # in place of where the line for a request stands
+MISSING, DIFFERENT = -2, -1             # in place of where the line for a request begins
 
 
-class Results:
-    """A file of lines of results, joined to the requests of some jobs by custom id alone."""
+class Intake:
+    """Takes in a file of results of one job.
 
-    def __init__(self, path: str, jobs: Iterable[OpenJob], say: Speaker) -> None:
-        import array
-        self._file, self._say, self._next = open(path, "rb"), say, 0
-        self.close = self._file.close
-        self._places: Dict[str, Any] = {
-            job.key: array.array("q", [MISSING]) * (job.size + 1) for job in jobs}
-        self.repeated: Counter[str] = collections.Counter()     # lines for a request that had one
-        self.found: Set[str] = set()                            # keys of jobs that have lines
-        self.unknown = 0                                        # lines that nobody asked for
+    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong is
+    named.
+    """
 
-    def line(self, place: int) -> bytes:
-        """The line that begins at a byte."""
-        self._file.seek(place)
-        return self._file.readline(MAX_REPLY)
+    def __init__(self, jobs: Jobs, job: OpenJob, name: str, file: IO[bytes]) -> None:
+        self._jobs = jobs
+        self._job = job
+        self._name = name
+        self._file = file
+        self._requests = list(job.requests().items())
+        self._ids = {item for _, request in self._requests for item in request["batch"]}
+        self._places = [MISSING] * (job.size + 1)                   # by number of the request
+        self._verdicts: Counter[str] = collections.Counter()        # items
+        self._tally: Counter[str] = collections.Counter()           # lines and requests
 
-    def join(self, name: str, stop: float = math.inf) -> Tuple[Counter[str], bytes]:
-        """Take in the lines up to a byte: how many became what, and the first of them."""
-        tally: Counter[str] = collections.Counter()
-        first = line = self.line(self._next)
-        number = 0
-        while line and self._next < stop:
+    def take(self, members: Mapping[str, Any]) -> bool:
+        """Record every outcome, and what is missing; whether the job is thereby collected."""
+        jobs, job, run, tally = self._jobs, self._job, self._jobs.run, self._tally
+        self._join()
+        if tally["unknown"] and max(self._places) == MISSING:
+            run.stop("job %s holds none of the requests that were submitted; look into it, or say "
+                     "--abandon %s" % (self._name, self._name), STOPPED)
+        again = all(request["attempt"] > 1 or request["fallback"] for _, request in self._requests)
+        proven = again and run.proven()
+        later = [number for number in range(1, job.size + 1) if not self._settled(number)]
+        # What fails does so by its own fault where another reply of the job is accepted, or some
+        # were before and these are only second attempts and singles, which may all fail.
+        for number in later:
+            self._settled(number, proven or self._verdicts["ok"] > 0)
+        if run.code:
+            return False
+        lost = self._verdicts["no reply"]
+        run.tally.unanswered += lost
+        if job.collected and not tally["rows"]:
+            jobs.say("job %s: nothing new, its results were collected before" % self._name)
+        else:
+            named = ("unknown", "repeated", "crossed", "missing", "errored")
+            jobs.step("collected", job.intent, job=self._name, items=job.items, **members,
+                      **{what: tally[what] for what in named})
+            jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
+                self._name, job.items, job.items - lost, as_counts(self._verdicts)))
+        vain = run.in_vain()
+        if vain:
+            run.stop(vain, STOPPED)
+        else:
+            run.confirm()
+        return True
+
+    def _join(self) -> None:
+        """Find the line of every request."""
+        place = number = 0
+        line = self._line(place)
+        while line:
             number += 1
-            if line.strip():
-                what, words = self._joined(line)
-                note(self._say, tally, name, what, "line %d, %s" % (number, words))
-            self._next += len(line)
-            line = self.line(self._next)
-        self.unknown += tally["unknown"]
-        return tally, first
+            what = self._joined(line, place)
+            if what:
+                words = "line %d, %s" % (number, line_words(line))
+                note(self._jobs.say, self._tally, "job " + self._name, what, words)
+            place += len(line)
+            line = self._line(place)
 
-    def _joined(self, line: bytes) -> Tuple[str, str]:
-        """Join one line: what became of it, and which one it is, in words."""
-        document = decoded(line)
-        if not isinstance(document, dict):
-            return "unknown", "which is no JSON object"
-        name = document.get("custom_id")
-        key, _, number = str(name).rpartition("-")
-        places = self._places.get(key, ())
-        known = ORDINAL.match(number) and int(number) < len(places)
-        if not known or not document.keys() & RESULT:
-            return "unknown", "custom id " + shown(name)
-        place = places[int(number)]
-        if place == MISSING:
-            places[int(number)] = self._next
-            self.found.add(key)
-            return "joined", ""
-        if place == DIFFERENT or self.line(place).rstrip() != line.rstrip():
-            places[int(number)] = DIFFERENT
-        self.repeated[key] += 1
-        return "repeated", str(name)
+    def _joined(self, line: bytes, place: int) -> str:
+        """Join a line that begins at a byte; what is the matter with it."""
+        key, number = result_of(line)
+        if key != self._job.key or number > self._job.size:
+            return "unknown"
+        before = self._places[number]
+        if before == MISSING:
+            self._places[number] = place
+            return ""
+        if before == DIFFERENT or self._line(before).rstrip() != line.rstrip():
+            self._places[number] = DIFFERENT
+        return "repeated"
 
-    def came(self, post: Post, key: str, number: int) -> Optional[Came]:
-        """What came for a request; None where no line did."""
-        place = self._places[key][number]
+    def _line(self, place: int) -> bytes:
+        self._file.seek(place)
+        return self._file.readline()
+
+    def _came(self, place: int) -> Came:
+        """What came for a request; NotYet where no line did."""
         if place == MISSING:
-            return None
+            return NotYet("retry", "the results hold no line for it")
         if place == DIFFERENT:
             return CallFailed("retry", "two different lines have this custom id; neither counts")
-        return post.came(an_object(decoded(self.line(place))))
+        return self._jobs.post.came(self._line(place))
+
+    def _settled(self, number: int, sure: Optional[bool] = None) -> bool:
+        """Settle what came for a request; False for what is not accepted, while `sure` is None."""
+        run, job = self._jobs.run, self._job
+        custom_id, request = self._requests[number - 1]
+        status = run.arms[0].state.status
+        answered = any(status.get(key_of(sha), 0) & ANSWERED for sha in request["text_sha"])
+        if answered or number in job.seen or run.code:
+            return True                 # of a collection that was cut short, or answered meanwhile
+        ask = ask_of(request)
+        came = self._came(self._places[number])
+        context = {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
+        if isinstance(came, CallFailed) and came.kind != "rejected":
+            what = "errored"
+            if isinstance(came, NotYet):
+                what = "missing"
+            self._note(what, number, came.detail)
+            self._verdicts["no reply"] += len(ask.items)
+            if number not in job.failed:
+                run.settle(ask, came, context)
+                self._tally["rows"] += 1
+            return True
+        strict = bool(job.intent.get("strict"))
+        if sure is None and (isinstance(came, CallFailed)
+                             or validate(ask.items, came, run.task, strict).code != "ok"):
+            return False
+        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"], strict=strict)
+        if ask.attempt > 1 or ask.fallback:
+            context["params"] = job.intent.get("retry_params")
+        row = run.settle(ask, came, context, bool(sure))
+        run.tally.calls += 1
+        self._tally["rows"] += 1
+        self._verdicts[row["verdict"]] += len(ask.items)
+        if not self._ids.isdisjoint(row.get("extra", ())):
+            self._note("crossed", number, "its reply holds ids of another")
+        return True
+
+    def _note(self, what: str, number: int, words: str) -> None:
+        custom_id, request = self._requests[number - 1]
+        words = "%s (%s): %s" % (custom_id, ", ".join(request["batch"]), words)
+        note(self._jobs.say, self._tally, "job " + self._name, what, words)
 
 
 def note(say: Speaker, tally: Counter[str], job: str, what: str, words: str) -> None:
     """Count what is the matter with a line or a request, and name the first ones."""
     tally[what] += 1
-    if what != "joined" and tally[what] <= MAX_REPORTED:
+    if tally[what] <= MAX_REPORTED:
         say("%s, %s: %s" % (job, what, words))
 
 
-class Intake:
-    """Takes in what came of one job: every reply becomes a row, and what is wrong is named."""
-
-    def __init__(self, jobs: Jobs, job: OpenJob, results: Results, name: str) -> None:
-        self._jobs, self._job, self._results, self._name = jobs, job, results, name
-        self._requests = list(job.requests().items())
-        self._owner = {
-            item: name for name, request in self._requests for item in request["batch"]}
-        self._verdicts: Counter[str] = collections.Counter()        # items
-        self._tally: Counter[str] = collections.Counter()           # requests that are named
-        self._rows = 0
-
-    def take(self, **members: Any) -> bool:
-        """Record every outcome, and what is missing; whether the job is thereby collected."""
-        runner = self._jobs.runner
-        examples = set(runner.examples)
-        again = all(request["attempt"] > 1 or request["fallback"] for _, request in self._requests)
-        proven = again and runner.proven()
-        later = [number for number in range(1, self._job.size + 1) if not self._taken(number)]
-        # What fails does so by its own fault where another reply of the job is accepted, or some
-        # were before and these are only second attempts and singles, which may all fail.
-        sure = proven or self._verdicts["ok"] > 0
-        for number in later:
-            self._taken(number, True, sure)
-        if runner.code:
-            return False
-        self._end(members)
-        for code in runner.examples.keys() - examples:
-            self._jobs.say("not accepted: " + reply_words(runner.examples[code], 120))
-        if runner.in_vain():
-            runner.stop(runner.in_vain(), STOPPED)
-        else:
-            runner.confirm()
-        return True
-
-    def _taken(self, number: int, failed: bool = False, sure: bool = False) -> bool:
-        """Record what came for a request; False for a reply that is not accepted, unless `failed`."""
-        runner, job = self._jobs.runner, self._job
-        custom_id, request = self._requests[number - 1]
-        status = runner.arms[0].state.status
-        answered = any(status.get(key_of(sha), 0) & ANSWERED for sha in request["text_sha"])
-        if answered or number in job.seen or runner.code:
-            return True                 # of a collection that was cut short, or answered meanwhile
-        came, ask = self._results.came(self._jobs.post, job.key, number), ask_of(request)
-        context = {"run": job.intent["run"], "job": self._name, "custom_id": custom_id}
-        if came is None or (isinstance(came, CallFailed) and came.kind != "rejected"):
-            self._missed(number, ask, came, context)
-            return True
-        context.update(at=timestamp(), ms=None, prompt_sha=request["prompt_sha"],
-                       strict=bool(job.intent.get("strict")))
-        if ask.attempt > 1 or ask.fallback:
-            context["params"] = job.intent.get("retry_params")
-        if not failed and (isinstance(came, CallFailed)
-                           or validate(ask.items, came, runner.task, context["strict"]).code != "ok"):
-            return False
-        row = runner.settle(ask, came, context, sure)
-        runner.tally.calls += 1
-        self._rows += 1
-        self._verdicts[row["verdict"]] += len(ask.items)
-        if {self._owner.get(item, custom_id) for item in row.get("extra", ())} - {custom_id}:
-            self._note("crossed", number)
-        return True
-
-    def _missed(self, number: int, ask: Ask, failure: Optional[CallFailed],
-                context: Mapping[str, Any]) -> None:
-        """Record that no reply came for a request, unless the ledger says so."""
-        self._verdicts["no reply"] += len(ask.items)
-        if failure is None:
-            failure = CallFailed("retry", "the results hold no line for it")
-            self._note("missing", number)
-        else:
-            self._note("errored", number, ": " + failure.detail)
-        if number not in self._job.failed:
-            self._jobs.runner.append_failure(ask, failure, **context)
-            self._rows += 1
-
-    def _note(self, what: str, number: int, words: str = "") -> None:
-        custom_id, request = self._requests[number - 1]
-        words = "%s (%s)%s" % (custom_id, ", ".join(request["batch"]), words)
-        note(self._jobs.say, self._tally, "job " + self._name, what, words)
-
-    def _end(self, members: Mapping[str, Any]) -> None:
-        """The job is collected: say and write what it came to."""
-        jobs, job, name, lost = self._jobs, self._job, self._name, self._verdicts["no reply"]
-        jobs.runner.tally.unanswered += lost
-        if not self._rows and "collected" in job.steps:
-            jobs.say("job %s: nothing new, its results were collected before" % name)
-            return
-        jobs.step("collected", job, job=name, items=job.items, unknown=self._results.unknown,
-                  repeated=self._results.repeated[job.key], crossed=self._tally["crossed"],
-                  missing=self._tally["missing"], errored=self._tally["errored"], **members)
-        jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
-            name, job.items, job.items - lost, as_counts(self._verdicts)))
-
+def line_words(line: bytes) -> str:
+    """How a line begins."""
+    return shown(line[:80].decode("utf-8", "replace"))
 
 class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
-    def __init__(self, runner: Run, header: Header, state: JobState,
+    def __init__(self, run: Run, header: Callable[[], Mapping[str, Any]], state: JobState,
                  ledger: Ledger, say: Speaker) -> None:
-        assert runner.model.jobs is not None
-        self.runner, self.say, self.post = runner, say, runner.model.jobs
-        self._header, self._state, self._ledger = header, state, ledger
+        assert run.model.jobs is not None
+        self.run = run
+        self.say = say
+        self.post = run.model.jobs
+        self.beside = functools.partial(beside, run.options.ledger)
+        self._header = header
+        self._state = state
         self._round = self._ordinal = self._fruitless = 0
-        self._again = False             # what is asked was asked, by this command or before
-        self._only: Set[int] = set()    # under --limit, the texts asked about
-        runner.ledger = ledger
-        runner.deadline = time.monotonic() + (runner.options.deadline or math.inf)
+        self._only: Set[int] = set()    # the texts asked about, where others are not to be
+        self._makes = False             # what goes on is to be waited for
+        run.ledger = ledger
+        run.say = say
+        run.deadline = time.monotonic() + (run.options.deadline or math.inf)
 
     # ---- the rounds ----
 
-    def run(self) -> None:
+    def work(self) -> None:
         """Go on until nothing is to be asked by jobs, or only waited for."""
-        before = self.runner.catch_signals()
+        before = self.run.catch_signals()
+        over = threading.Event()
+        threading.Thread(target=self._tick, args=(over,), daemon=True).start()
         try:
-            with self.runner.lock:      # there are no other threads; what is called expects it held
-                self.decided_by_hand()
+            with self.run.lock:         # what is called expects it held
+                self.abandon()
                 while self._collected() and self._submitted():
                     pass
         finally:
+            over.set()
             self.say.live("")
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _tick(self, over: threading.Event) -> None:
+        """In a thread: end calls that are overdue, and those that only look where the run is to end."""
+        while not over.wait(0.2):
+            now = time.monotonic()
+            if not self._makes and (self.run.signals or now >= self.run.deadline):
+                now = math.inf
+            self.run.model.tick(now)
+
     def _collected(self) -> bool:
         """Finish the jobs that are open; whether to go on."""
-        runner, jobs = self.runner, list(self._state.jobs.values())
-        came = runner.tally.replies
+        run, jobs = self.run, list(self._state.jobs.values())
+        came = run.tally.replies
         for job in jobs:
-            if not runner.code:
+            if not run.code:
                 self._finish(job)
-        if runner.tally.replies > came:
+        if run.tally.replies > came:
             self._fruitless = 0
-        elif jobs or self._round:
+        elif jobs:
             self._fruitless += 1
         if self._fruitless == TRIES:
-            runner.stop("%d rounds of jobs brought no reply" % TRIES, STOPPED)
-        return not runner.code
+            run.stop("%d rounds of jobs brought no reply" % TRIES, STOPPED)
+        return not run.code
 
     def _submitted(self) -> bool:
         """Make jobs of all that is to be asked now; whether there was any."""
         asks = self.asks()
-        if self.runner.options.finish == "online":
+        if self.run.options.finish == "online":
             asks = (ask for ask in asks if ask.attempt == 1 and not ask.fallback)
         made = False
         for job in self.intents(asks, "provider"):
-            self._make(job, True)
+            self._make(job, False)
             made = True
-        return made and not self.runner.code
+        status = self.run.arms[0].state.status
+        self._narrow({key for key, flags in status.items() if flags & TAKEN})
+        return made and not self.run.code
 
-    def decided_by_hand(self) -> None:
-        """What a person says of jobs that the program cannot decide about."""
-        options, jobs, path = self.runner.options, self._state.jobs, self._ledger.path
-        if options.adopt:
-            undecided = [job for job in jobs.values() if not job.name]
-            if len(undecided) != 1:
-                raise HarnessError("--adopt %s: %d jobs of %s are undecided; leave it out" % (
-                    options.adopt, len(undecided), path))
-            self._adopt(undecided[0], options.adopt)
-        if options.abandon:
-            named = [job for job in jobs.values()
-                     if options.abandon in (job.key, job.name, job.called)]
-            for job in named:
-                self._abandon(job)
-            if not named:
-                raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
-                    options.abandon, path, ", ".join({job.called for job in jobs.values()}) or "none"))
-        # Who asks for a part, or again for what is in quarantine, gets that once, not each round.
-        self._again = bool(jobs)
-        if options.limit:
-            self._only.update(key_of(sha) for job in jobs.values()
-                              for request in job.requests().values() for sha in request["text_sha"])
-
-    def _adopt(self, job: OpenJob, name: str) -> None:
-        """Take a person's word for it that a job is ours, where nothing speaks against it."""
-        try:
-            status = self._call(lambda: self.post.status(name))
-        except CallFailed as failure:
-            raise HarnessError("--adopt %s: %s; check the name" % (name, failure.detail))
-        foreign = self.post.engine.files and not self._is(job, status)
-        fits = status.total("completed", "failed") in (0, job.size)
-        if foreign or not fits or name in self._state.names:
-            raise HarnessError("--adopt %s: that job is another one (%s); check the name" % (
-                name, status.words()))
-        self.step("created", job, job=name, by_hand=True)
-
-    @staticmethod
-    def _is(job: OpenJob, status: JobStatus) -> bool:
-        """Whether a job there is ours, by the key or the file that it names."""
-        return status.key == job.key or status.file == job.file
-
-    def _abandon(self, job: OpenJob) -> None:
-        """Give a job up for good, and call it off at its provider."""
-        words = "its requests may go on where they were sent"
-        if job.name and self.runner.options.batch_api:
-            cancel = functools.partial(self.post.status, job.name, "POST", "/cancel")
-            try:
-                words = "the provider was told to cancel it: " + self._call(cancel).words()
-            except CallFailed as failure:
-                words = "it could not be cancelled, and may go on and cost: " + failure.detail
-        self.say("job %s is abandoned; %s" % (job.called, words))
-        self.step("abandoned", job, detail="by hand")
+    def abandon(self) -> None:
+        """Give the job that a person names up for good, and call it off at its provider."""
+        options, jobs = self.run.options, list(self._state.jobs.values())
+        named = [job for job in jobs if options.abandon in (job.key, job.name, job.called)]
+        if options.abandon and not named:
+            raise HarnessError("--abandon %s names no open job of %s; it has %s" % (
+                options.abandon, options.ledger, ", ".join(job.called for job in jobs) or "none"))
+        for job in named:
+            words = "its requests may go on where they were sent, and cost"
+            if job.name and options.batch_api:
+                with contextlib.suppress(CallFailed):
+                    status = self.post.status(job.name, "POST", "/cancel")
+                    words = "the provider was told to cancel it: " + status.words()
+            self.say("job %s is abandoned; %s" % (job.called, words))
+            self.step("abandoned", job.intent, detail="by hand")
+        if self._state.jobs:
+            self._narrow({key_of(sha) for job in self._state.jobs.values()
+                          for request in job.requests().values() for sha in request["text_sha"]})
 
     # ---- what is to be asked ----
 
+    def _narrow(self, keys: Set[int]) -> None:
+        """Who asks for a part, or again for what is in quarantine, gets that once, not each round."""
+        options = self.run.options
+        if options.limit:
+            self._only = keys
+        self.run.options = options._replace(limit=None, retry_quarantined=False)
+
     def pending(self) -> Pending:
         """What is to be asked now."""
-        arm, options = self.runner.arms[0], self.runner.options
-        status, part = arm.state.status, self._again and bool(options.limit)
+        arm = self.run.arms[0]
+        status = arm.state.status
         for key, flags in status.items():
             status[key] = flags & ~TAKEN
-            if part and key not in self._only:
+            if self._only and key not in self._only:
                 status[key] = flags | TAKEN
-        if self._again:
-            options = options._replace(limit=None, retry_quarantined=False)
-        return Pending(arm.source, arm.state, arm.size, options)
+        return Pending(arm.source, arm.state, arm.size, self.run.options)
 
     def left(self) -> int:
         """How many calls are to be made now."""
@@ -5122,324 +5032,281 @@ class Jobs:
 
     def asks(self) -> Iterator[Ask]:
         """All calls that are to be made now."""
-        pending = self.pending()
-        self._again = True
         self._round += 1
-        for flight in pending.flights():
-            for _, ask in flight.first:
-                if self.runner.options.limit:
-                    self._only.update(key_of(item.digest) for item in ask.items)
-                yield ask
+        for flight in self.pending().flights():
+            for queued in flight.first:
+                yield queued.ask
 
     def intents(self, asks: Iterator[Ask], engine: str, **members: Any) -> Iterator[OpenJob]:
         """Asks as jobs, each of as many as one can take, on the ledger before they are made."""
-        runner = self.runner
-        for ask in asks:
-            if runner.code:
+        run = self.run
+        for first in asks:
+            if run.code:
                 return
             self._ordinal += 1
-            marks = "%s\n%d\n%d" % (runner.run_id, self._round, self._ordinal)
+            marks = "%s\n%d\n%d" % (run.run_id, self._round, self._ordinal)
             key = hashlib.sha256(marks.encode("ascii")).hexdigest()[:24]
-            requests: Dict[str, Dict[str, Any]] = {}
-            lines = self._lines(itertools.chain([ask], asks), key, requests)
-            self._write(self.evidence(key, "requests"), lines)
-            self._write(self.evidence(key, "manifest"), self._manifest(requests))
-            runner.begin(self._header)
-            self.step("intent", None, key=key, engine=engine, round=self._round,
-                      ordinal=self._ordinal, requests=requests,
-                      strict=runner.options.order == "strict" or None,
-                      retry_params=runner.retry_params, **members)
+            requests = self._written(key, itertools.chain([first], asks))
+            run.begin(self._header)
+            self.step("intent", {"run": run.run_id, "key": key}, engine=engine, round=self._round,
+                      ordinal=self._ordinal, requests=requests, retry_params=run.retry_params,
+                      strict=run.options.order == "strict" or None, **members)
             if key in self._state.jobs:
                 yield self._state.jobs[key]
 
-    @staticmethod
-    def _write(path: str, lines: Iterable[bytes]) -> None:
-        write_whole(path, lambda file: file.writelines(lines), "--ledger")
+    def _written(self, key: str, asks: Iterator[Ask]) -> Dict[str, Any]:
+        """Write what a job can take of some asks, and a manifest of their items; the requests recorded."""
+        requests: Dict[str, Any] = {}
+        with open(self.beside(key + "-requests"), "wb") as lines, \
+                open(self.beside(key + "-manifest"), "wb") as manifest:
+            for ask in itertools.islice(asks, MAX_REQUESTS):
+                prompt, structure, params = self.run.request(ask)
+                name = "%s-%d" % (key, len(requests) + 1)
+                requests[name] = request_of(ask, prompt)
+                lines.write(self.post.request(name, prompt, {**structure, **params}))
+                for item in ask.items:
+                    manifest.write(json_line({
+                        "custom_id": name, "id": item.id, "text_sha": item.digest[:32],
+                        "source": item.source, "rubric_version": self.run.task.rubric_version}))
+                if lines.tell() > MAX_JOB_BYTES:
+                    break
+        return requests
 
-    def _lines(self, asks: Iterator[Ask], key: str, requests: Dict[str, Any]) -> Iterator[bytes]:
-        """A line for each ask that a job can take; of which `requests` gets what is recorded."""
-        runner, size = self.runner, 0
-        for number, ask in enumerate(itertools.islice(asks, MAX_REQUESTS), 1):
-            prompt = build_prompt(ask.items, runner.task, runner.prompt_head)
-            extra: Dict[str, Any] = {}
-            if runner.model.structure is not None:
-                extra.update(runner.model.structure(ask.ids))
-            if ask.attempt > 1 or ask.fallback:
-                extra.update(runner.retry_params)
-            name = "%s-%d" % (key, number)
-            requests[name] = request_of(ask, prompt)
-            line = self.post.request(name, prompt, extra)
-            yield line
-            size += len(line)
-            if size > MAX_JOB_BYTES:
-                return
-
-    def _manifest(self, requests: Mapping[str, Any]) -> Iterator[bytes]:
-        """A line for each item: evidence, for who joins results by hand."""
-        for name, request in requests.items():
-            for item, sha, source in zip(*map(request.get, ("batch", "text_sha", "sources"))):
-                row = {"custom_id": name, "id": item, "text_sha": sha, "source": source,
-                       "rubric_version": self.runner.task.rubric_version}
-                yield json.dumps(row).encode("ascii") + b"\n"
-
-    def step(self, step: str, about: Optional[OpenJob], **members: Any) -> None:
-        """Put a step of a job on the ledger, under the run that intended it, and on the disk."""
-        task = self.runner.task
-        row = {"at": timestamp(), "run": self.runner.run_id, "step": step, "key": "",
+    def step(self, step: str, about: Mapping[str, Any], **members: Any) -> None:
+        """Put a step of the job of an intent on the ledger, and on the disk."""
+        task = self.run.task
+        row = {"at": timestamp(), "run": about["run"], "step": step, "key": about["key"],
                "stage": task.stage, "task": task.fingerprint, **members}
-        if about is not None:
-            row.update(run=about.intent["run"], key=about.key)
-        if self.runner.append_event("job", **row) is not None:
+        if self.run.append_event("job", **row) is not None:
             self._state.apply({"event": "job", **row})
-            self._ledger.sync()         # before anything that costs money is made
-
-    def evidence(self, key: str, what: str) -> str:
-        """Where something lies beside the ledger."""
-        return evidence(self._ledger.path, "%s-%s.jsonl" % (key, what))
+            self.run.written(lambda ledger: ledger.sync())      # before what costs money is made
 
     # ---- one job ----
 
-    def _make(self, job: OpenJob, fresh: bool) -> None:
+    def _make(self, job: OpenJob, doubt: bool) -> None:
         """Make the job that was intended, under its key.
 
-        What may have been made is looked for first, twice: then it is submitted again, as it was.
+        In doubt it may have been made, and is looked for first, twice; then it is submitted again, as
+        it was.
         """
-        post, path = self.post, self.evidence(job.key, "requests")
-        files, there = post.engine.files, post.holds(path, job.requests())
+        post, path = self.post, self.beside(job.key + "-requests")
         looks = 0
-        if not fresh and (job.file or not files):
-            looks = 2
-        elif not there:
-            self.step("abandoned", job, detail="it was not made; its requests are gone from " + path)
-            return
-        if files and not job.file:
+        if post.engine.files and not job.file:
             file = self.persist("no job was made", lambda troubles: post.upload(job.key, path))
             if file is not None:
-                self.step("uploaded", job, file=file)
-        doubt = looks > 0
+                self.step("uploaded", job.intent, file=file)
 
         def attempt(troubles: int) -> JobStatus:
             nonlocal looks, doubt
-            if looks:
-                found, hidden = self._found(job)
+            if doubt and looks < LOOKS:
+                found = self._found(job)
                 if found is not None:
                     return found
-                looks -= 1
-            if looks:
-                detail = "looking for a job that may have been made" + hidden
-                raise CallFailed("retry", detail, wait=GRACE)
-            if not there and not files:
+                looks += 1
+            if doubt and looks < LOOKS:
+                raise CallFailed("retry", "looking for a job that may have been made", wait=GRACE)
+            if not post.engine.files and not os.path.exists(path):
                 raise CallFailed("stop", "its requests are gone from %s; put that back, or say "
                                  "--abandon %s" % (path, job.key))
+            self._makes = True
             try:
-                return post.create(job.key, job.intent["run"], job.file, path)
+                return post.create(job, path)
             except CallFailed as failure:
-                if failure.status not in NOT_MADE:
-                    looks, doubt = 2, True
+                if failure.status not in NOT_MADE and failure.status != 429:
+                    doubt = True
+                    looks = 0
                     failure.wait = max(GRACE, failure.wait or 0.0)
                     failure.detail = "it is not known whether a job was made (%s); looking for it" % (
                         failure.detail)
-                if failure.status in NO_ENGINE:
-                    failure.kind = "stop"
-                    failure.detail += "; there is no batch engine: leave --batch-api out"
-                if failure.status in NOT_MADE - {429} and troubles + 1 >= TRIES:
-                    failure.kind = "stop"       # a file that was just uploaded may not be seen before
                 raise
+            finally:
+                self._makes = False
 
-        status = self.persist("no job was made", attempt, makes=True)
+        status = self.persist("no job was made", attempt, NOT_MADE)
         if status is not None:
-            self.step("created", job, job=status.name)
+            self.step("created", job.intent, job=status.name)
             self.say("job %s: %d requests about %d items, %s" % (
                 status.name, job.size, job.items, status.status))
-        elif self.runner.code == STOPPED and not doubt:
-            self.step("abandoned", job, detail=self.runner.reason)
+        elif self.run.code == STOPPED and not doubt:
+            self.step("abandoned", job.intent, detail=self.run.reason)
 
-    def _found(self, job: OpenJob) -> Tuple[Optional[JobStatus], str]:
-        """The job of an intent in the provider's list, and in words what cannot be seen of that.
+    def _found(self, job: OpenJob) -> Optional[JobStatus]:
+        """The job of an intent in the provider's list; None where it is not there.
 
         NotYet: one may be it, and cannot be looked into.  Where a job carries no key, its custom
         ids tell, which are to be had once it has ended.
         """
-        since, doubtful = seconds_of(job.intent["at"]) - SKEW, ""
-        for count, status in enumerate(self.post.listed()):
-            if status is None:
-                return None, " (the provider lists %d jobs, and older ones cannot be seen)" % count
-            if self._is(job, status):
-                return status, ""
-            if self.post.engine.files or status.name in self._state.names:
+        doubtful, since = "", moment_of(job.intent["at"])
+        for status in self.post.listed():
+            if job.key in status.marks or job.file in status.marks:
+                return status
+            size = status.counts.get("total", sum(status.counts.values()))
+            other = self.post.engine.files or status.name in self._state.names
+            if other or size not in (0, job.size) or status.made + SKEW < since:
                 continue
-            if status.made < since or status.total() not in (0, job.size):
-                continue
-            ours = status.ended and self.post.bears(status, job.key)
+            ours = self.post.bears(status, job.key)
             if ours:
-                return status, ""
-            if ours is None or not status.ended:
+                return status
+            if ours is None:
                 doubtful = status.name
         if doubtful:
             raise NotYet("retry", "job %s may be the one that was to be made, and cannot be looked "
-                         "into yet; wait until it ends, or say --adopt %s" % (doubtful, doubtful))
-        return None, ""
+                         "into yet; wait until it ends, or say --abandon %s" % (doubtful, job.key))
+        return None
 
     def _finish(self, job: OpenJob) -> None:
         """Wait for a job, and take in what it brought."""
-        path, status = self.evidence(job.key, "results"), None
+        if self.post.engine.files and not job.file:
+            self.step("abandoned", job.intent, detail="it was not made")
+            return
         if not job.name:
-            self._make(job, False)
+            self._make(job, True)
 
         def ended(troubles: int) -> JobStatus:
             status = self.post.status(job.name)
-            if not status.ended or self.runner.code:
+            if not status.ended:
                 raise NotYet("retry", "job %s: %s" % (job.name, status.words()))
             write = functools.partial(self.post.results, status, troubles >= TRIES)
-            write_whole(path, write, "--ledger")
+            write_whole(self.beside(job.key + "-results"), write, "--ledger")
             return status
 
-        if job.name:
-            status = self.persist("job %s cannot be asked after" % job.name, ended,
-                                  "; if it is gone for good, say --abandon " + job.name)
-        if status is not None:
-            with contextlib.closing(Results(path, [job], self.say)) as results:
-                self._take(job, status, results)
-
-    def _take(self, job: OpenJob, status: JobStatus, results: Results) -> None:
-        """Take in what a job brought, unless it is another's."""
-        results.join("job " + job.name)
-        if not results.found and (results.unknown or job.steps["created"].get("by_hand")):
-            words = "job %s holds none of the requests that were submitted" % status.name
-            self.step("disowned", job, detail=words)
-            self.runner.stop("%s; --adopt another, or --abandon %s" % (words, job.key), STOPPED)
+        name = "job " + job.name
+        gone = GONE, "; if it is gone for good, say --abandon " + job.name
+        status = self.persist(name + " cannot be asked after", ended, dict.fromkeys(ABSENT, gone))
+        if status is None or not self.take(
+                job, job.name, ended_as=status.status, counts=status.counts, detail=status.errors):
             return
-        intake = Intake(self, job, results, status.name)
-        if intake.take(ended_as=status.status, counts=status.counts, detail=status.errors):
-            self.say("job %s, as the provider counts: %s" % (status.name, status.words()))
-            words = re.sub(r"line (\d+)", r"line \1 (%s-\1)" % job.key, status.errors)
-            if words and set(re.findall(r": (\w+): ", words)) == {"token_limit_exceeded"}:
-                self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with "
-                           "--limit" % words)
-            elif words:
-                self.runner.stop("job %s was refused whole: %s" % (
-                    status.name, words[:MAX_KEPT]), STOPPED)
+        self.say("%s, as the provider counts: %s" % (name, status.words()))
+        if "token_limit_exceeded" in status.errors:
+            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % (
+                status.errors))
+        elif status.errors:
+            self.run.stop("%s was refused whole: %s" % (name, status.errors[:MAX_KEPT]), STOPPED)
+
+    def take(self, job: OpenJob, name: str, **members: Any) -> bool:
+        """Take in the results of a job that lie beside the ledger; whether it is thereby collected."""
+        with open(self.beside(job.key + "-results"), "rb") as file:
+            return Intake(self, job, name, file).take(members)
 
     # ---- patience ----
 
-    def persist(self, what: str, do: Callable[[int], Given], advice: str = "",
-                makes: bool = False) -> Optional[Given]:
+    def persist(self, what: str, do: Callable[[int], Any],
+                known: Mapping[Optional[int], Tuple[int, str]] = {}) -> Any:
         """What `do` gives, which is told how often in a row it has failed.
 
         It is tried again for as long as that may help; None once the run has been stopped.
-        `advice` is for what is not there; what `makes` something is waited for to its end.
+        `known` are HTTP statuses -> (so many failures end the run, advice).
         """
+        run = self.run
         waits = troubles = 0
-        while not self.runner.code:
+        while self._goes_on(what):
             try:
-                return self._call(functools.partial(do, troubles), makes)
+                return do(troubles)
             except CallFailed as error:
                 failure = error
-            words, most, tries = failure.detail, MAX_TROUBLES, TRIES
+            words = failure.detail
+            most, advice = known.get(failure.status, (MAX_TROUBLES, ""))
+            if failure.kind == "stop" and failure.status not in known:
+                most = 1
             troubles += 1
             if isinstance(failure, NotYet):
-                troubles, tries = 0, -1
+                troubles = 0
             else:
-                words = "%s: %s" % (what, words)
-            if advice and failure.status in ABSENT:
-                words, most, tries, failure.kind = words + advice, GONE, GONE, "retry"
-            if failure.kind == "stop" or troubles >= most:
-                self.runner.stop(words, STOPPED)
-            elif self.runner.options.no_wait and troubles > tries:
-                self.runner.stop(words, WAITING)
+                words = "%s: %s%s" % (what, words, advice)
+            self._goes_on(words)
+            if troubles >= most:
+                run.stop(words, STOPPED)
+            elif run.options.no_wait and not advice and (not troubles or troubles > TRIES):
+                run.stop(words, WAITING)
             self._wait(failure.wait or min(MAX_POLL, POLL * 1.5 ** min(waits, 20)), words)
             waits += 1
         return None
 
-    def _call(self, function: Callable[[], Given], to_its_end: bool = False,
-              words: str = "waiting for the provider") -> Given:
-        """What a function gives, in a thread of its own, so that it ends in time.
-
-        Signals and the deadline give up what only looks; what makes something is waited for.
-        """
-        came: List[Given] = []
-        errors: List[BaseException] = []
-        runner, say, began = self.runner, self.say, time.monotonic()
-
-        def work() -> None:
-            try:
-                came.append(function())
-            except BaseException as error:      # data for the main thread, which raises it
-                errors.append(error)
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        while thread.is_alive():
-            thread.join(0.2)
-            now = time.monotonic()
-            runner.model.tick(now)
-            if say.width:
-                say.live(join_within(["%s, %s" % (clock(now - began), words)], say.width - 1))
-            if runner.signals:
-                runner.stop("interrupted; jobs go on at the provider", INTERRUPTED)
-            elif now >= runner.deadline:
-                runner.stop("the --deadline has passed; " + words, WAITING)
-            if runner.code and not to_its_end and thread.is_alive():
-                raise NotYet("retry", "given up")
-        for error in errors:
-            raise error
-        return came[0]
+    def _goes_on(self, words: str) -> bool:
+        """Whether the run goes on; signals and the deadline stop it."""
+        run = self.run
+        if run.signals:
+            run.stop("interrupted; jobs go on at the provider", INTERRUPTED)
+        elif time.monotonic() >= run.deadline:
+            run.stop("the --deadline has passed; " + words, WAITING)
+        return not run.code
 
     def _wait(self, seconds: float, words: str) -> None:
-        """Wait, and say why; signals and the deadline end it."""
-        if self.runner.code:
-            return
-        if not self.say.width:
+        """Wait, and say why."""
+        due = time.monotonic() + seconds
+        if not self.say.width and self._goes_on(words):
             self.say(words)
-        with contextlib.suppress(NotYet):
-            self._call(lambda: time.sleep(seconds), words=words)
+        while self._goes_on(words) and time.monotonic() < due:
+            left = due - time.monotonic()
+            if self.say.width:
+                self.say.live(join_within([clock(left), words], self.say.width - 1))
+            time.sleep(max(0.0, min(0.2, left)))
+
+    # ---- files ----
+
+    def parts(self) -> Tuple[List[str], int]:
+        """The files that `emit` writes, and how many calls are in each."""
+        options = self.run.options
+        if options.parts == 1:
+            return [options.file], sys.maxsize
+        calls = self.left()
+        share = max(1, -(-calls // options.parts))
+        last = -(-calls // share)
+        root, ending = os.path.splitext(options.file)
+        return ["%s-%d-of-%d%s" % (root, n, last, ending) for n in range(1, last + 1)], share
+
+    def emit(self, asks: Iterator[Ask], path: str) -> int:
+        """Write one file of requests; how many jobs it holds."""
+        made = list(self.intents(asks, "file", file=path))
+        if not made or self.run.code:
+            return 0
+        parts = (part for job in made for part in read_parts(self.beside(job.key + "-requests")))
+        try:
+            write_whole(path, lambda file: file.writelines(parts), "the file")
+        except HarnessError as error:
+            for job in made:
+                self.step("abandoned", job.intent, detail=str(error))
+            raise
+        for job in made:
+            self.step("created", job.intent, job="file " + path)
+        self.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
+                 "--ledger %s`" % (sum(job.size for job in made), sum(job.items for job in made), path,
+                                   self.run.options.ledger))
+        return len(made)
 
 
-def run_by_jobs(runner: Run, header: Header, state: JobState,
-                ledger: Ledger, say: Speaker) -> Run:
-    """A run whose calls go by jobs; with --finish online, not those after the first round.
-
-    The last runner.
-    """
-    jobs, left = Jobs(runner, header, state, ledger, say), 0
-    jobs.run()
-    if runner.options.finish == "online" and not runner.code:
-        left = jobs.left()
-    if not left:
-        return runner
-    say("the rest is asked online: %d calls, and more where they fail" % left)
-    online = Run(runner.task, runner.model, [jobs.pending()], runner.options)
-    online.figures, online.tally, online.deadline = runner.figures, runner.tally, runner.deadline
-    online.examples = runner.examples
-    Pool(online).work(ledger, header, say)
-    return online
+def run_by_jobs(run: Run, header: Callable[[], Mapping[str, Any]], state: JobState, ledger: Ledger,
+                say: Speaker) -> None:
+    """A run whose calls go by jobs; with --finish online, not those after the first round."""
+    jobs = Jobs(run, header, state, ledger, say)
+    jobs.work()
+    if run.options.finish == "jobs" or run.code:
+        return
+    left = jobs.left()
+    if left:
+        say("the rest is asked online: %d calls, and more where they fail" % left)
+        run.arms = [jobs.pending()]
+        Pool(run).work(ledger, header, say)
 
 
 # ---- files of requests, and of results ----
 
-def evidence(ledger: str, name: str) -> str:
+def beside(ledger: str, name: str) -> str:
     """Where something lies beside a ledger, in a folder that is there."""
     folder = os.path.splitext(ledger)[0] + "-jobs"
-    try:
+    with contextlib.suppress(OSError):          # whoever writes there says what is wrong
         os.makedirs(folder, exist_ok=True)
-    except OSError as error:
-        raise HarnessError("cannot make the folder %s: %s; make room for it" % (
-            folder, error.strerror))
-    return os.path.join(folder, name)
+    return os.path.join(folder, name + ".jsonl")
 
 
 def read_parts(path: str) -> Iterator[bytes]:
     """The parts of a file, or of what a gzipped one holds, without a byte order mark."""
     try:
         with open(path, "rb") as file:
-            stream: Any = file
-            if file.peek(2)[:2] == b"\x1f\x8b":
-                import gzip
-                stream = gzip.GzipFile(fileobj=file)
-            yield without_bom(stream.read(PART))
+            stream = unzipped(file)
             yield from iter(lambda: stream.read(PART), b"")
     except (*NOT_READ, ImportError) as error:
-        words = getattr(error, "strerror", None) or error
-        raise HarnessError("cannot read %s: %s; check the file" % (path, words))
+        raise HarnessError("cannot read %s: %s; check the file" % (path, error))
 
 
 def check_target(path: str) -> None:
@@ -5448,149 +5315,97 @@ def check_target(path: str) -> None:
         raise HarnessError("%s exists and holds no requests; name another file" % path)
 
 
-def emit_requests(runner: Run, header: Header, state: JobState,
+def emit_requests(run: Run, header: Callable[[], Mapping[str, Any]], state: JobState,
                   ledger: Ledger, out: Speaker) -> int:
     """Write the requests of a round to files, in OpenAI's batch form."""
-    jobs, options = Jobs(runner, header, state, ledger, out), runner.options
-    share, names, made = sys.maxsize, [options.file], 0
-    with runner.lock:
-        jobs.decided_by_hand()
+    jobs = Jobs(run, header, state, ledger, out)
+    count = run.arms[0].state.count
+    made = 0
+    with run.lock:
+        jobs.abandon()
         for job in state.jobs.values():
             raise HarnessError("the results of %s are not collected; `collect` them, or --abandon "
                                "%s" % (job.called, job.called))
-        count = 0
-        if options.parts > 1:
-            count = jobs.left()
-        if count:
-            share = -(-count // options.parts)
-            parts = -(-count // share)
-            root, ending = os.path.splitext(options.file)
-            names = ["%s-%d-of-%d%s" % (root, number + 1, parts, ending) for number in range(parts)]
+        names, share = jobs.parts()
         for name in names:
             check_target(name)
         asks = jobs.asks()
         for name in names:
-            made += emit_part(jobs, itertools.islice(asks, share), name)
+            made += jobs.emit(itertools.islice(asks, share), name)
     if made:
-        return runner.code
-    tallies = [runner.arms[0].state.count(flag) for flag in (ANSWERED, FROZEN, QUARANTINED)]
-    if not runner.code:
-        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(tallies))
-    return closing_words(runner, tallies[0], tallies[2], out)
+        return run.code
+    if not run.code:
+        out("nothing to do: %d of %d items answered, %d quarantined" % tuple(
+            map(count, (ANSWERED, FROZEN, QUARANTINED))))
+    return closing_words(run, count(ANSWERED), count(QUARANTINED), out)
 
 
-def emit_part(jobs: Jobs, asks: Iterator[Ask], path: str) -> int:
-    """Write one file of requests; how many jobs it holds."""
-    made = list(jobs.intents(asks, "file", file=path))
-    names = [jobs.evidence(job.key, "requests") for job in made]
-    if not made or jobs.runner.code:
-        return 0
-    parts = (part for name in names for part in read_parts(name))
-    try:
-        write_whole(path, lambda file: file.writelines(parts), "the file")
-    except HarnessError as error:
-        for job in made:
-            jobs.step("abandoned", job, detail=str(error))
-        raise
-    for job in made:
-        jobs.step("created", job, job="file " + path)
-    requests, items = (sum(tally) for tally in zip(*((job.size, job.items) for job in made)))
-    jobs.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
-             "--ledger %s`" % (requests, items, path, jobs.runner.options.ledger))
-    return len(made)
+def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -> Tuple[Set[str], int]:
+    """Copy the lines of files beside the ledger, to those of their jobs.
 
-
-def copied(paths: Sequence[str], ledger: str) -> Tuple[str, List[int]]:
-    """Copy files into one beside the ledger: its path, and where each of them ends in it."""
-    digest, ends = hashlib.sha256(), []  # type: Any, List[int]
-
-    def write(file: IO[bytes]) -> None:
-        for path in paths:
-            for part in itertools.chain(read_parts(path), [b"\n"]):
-                file.write(part)
-                digest.update(part)
-            ends.append(file.tell())
-    path = evidence(ledger, "collecting-%d.jsonl" % os.getpid())
-    write_whole(path, write, "--ledger")
-    kept = evidence(ledger, "collected-%s.jsonl" % digest.hexdigest()[:24])
-    os.replace(path, kept)              # what is collected again is kept once
-    return kept, ends
-
-
-def looks_like(line: bytes) -> str:
-    """What a file that holds no results for us is, by its first line."""
-    document = decoded(line)
-    if not isinstance(document, dict):
-        return "its first line is no JSON object: " + shown(line[:80].decode("utf-8", "replace"))
-    if "method" in document or "params" in document:
-        return "it holds requests; name what the engine wrote"
-    if "custom_id" in document and document.keys() & RESULT:
-        return "its first custom_id, %s, is of no request that `emit` put on this ledger" % (
-            shown(document["custom_id"]))
-    return "its lines are no results with custom_id and response; they have " + ", ".join(
-        sorted(document)[:8])
+    The keys of these, and how many lines are of none.
+    """
+    files: Dict[str, IO[bytes]] = {}
+    unknown = 0
+    with contextlib.ExitStack() as stack:
+        for name in options.files:
+            tally: Counter[str] = collections.Counter()
+            for number, line in enumerate(lines_of(read_parts(name)), 1):
+                key, _ = result_of(line)
+                if key not in jobs and line.strip():
+                    note(say, tally, name, "unknown", "line %d, %s" % (number, line_words(line)))
+                if key not in jobs:
+                    continue
+                if key not in files:
+                    path = beside(options.ledger, key + "-results")
+                    files[key] = stack.enter_context(open(path, "wb"))
+                files[key].write(line + b"\n")
+                tally["results"] += 1
+            say("%s, lines: %s" % (name, as_counts(tally)))
+            unknown += tally["unknown"]
+    return set(files), unknown
 
 
 def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
     """Take in files of results, in OpenAI's batch form, to requests that this ledger holds."""
     if not os.path.exists(options.ledger):
         raise HarnessError("there is no ledger %s; check --ledger" % options.ledger)
-    state, left = JobState(), 0
-    with contextlib.ExitStack() as stack:
-        ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-        for row in ledger.rows():
-            state.apply(row)
-        jobs = [job for job in state.jobs.values()
-                if job.intent.get("engine") == "file" and job.intent["run"] in state.runs]
-        path, ends = copied(options.files, options.ledger)
-        results = stack.enter_context(contextlib.closing(Results(path, jobs, say)))
-        odd = []
-        for name, end in zip(options.files, ends):
-            tally, first = results.join(name, end)
-            say("%s, lines: %s" % (name, as_counts(tally)))
-            if not tally["joined"] and not tally["repeated"]:
-                odd.append("%s: %s" % (name, looks_like(first)))
-        if not results.found:
-            os.remove(path)
+    state = JobState()
+    with contextlib.closing(Ledger(options.ledger)) as ledger:
+        for known in ledger.rows():
+            state.apply(known)
+        jobs = {key: job for key, job in state.jobs.items()
+                if job.intent.get("engine") == "file" and job.intent["run"] in state.runs}
+        found, left = sort_results(options, jobs, say)
+        if not found:
             raise HarnessError("no line of %s is the result of a request that `emit` put on %s; "
-                               "check both names" % (", ".join(options.files), options.ledger), odd)
-        for words in odd:
-            say(words)
-        left = results.unknown
-        for runner, job in recorders(options, ledger, state, jobs):
-            if job.key not in results.found:
-                continue
-            intake = Intake(Jobs(runner, dict, state, ledger, say), job, results,
-                            "file " + options.files[0])
-            with runner.lock:
-                intake.take()
-            results.unknown = 0         # counted once
-            left += runner.tally.unanswered + runner.tally.quarantined
-            if runner.code:
-                return closing_words(runner, 0, 0, out)
+                               "check both names" % (", ".join(options.files), options.ledger))
+        states: Dict[str, State] = {}
+        for key in found:
+            job = jobs[key]
+            row = state.runs[job.intent["run"]]
+            name = row["fingerprint"]
+            if name not in states:
+                states[name] = State(load_task(row["task"], row["form"]))
+                for known in ledger.rows():
+                    states[name].apply(known)
+            run = recorder(options, row["model"], states[name])
+            with run.lock:
+                Jobs(run, dict, state, ledger, say).take(job, "file " + options.files[0])
+            left += run.tally.unanswered + run.tally.quarantined
+            if run.code:
+                return closing_words(run, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
     if left:
         return QUARANTINED_LEFT
     return DONE
 
 
-def recorders(options: Settings, ledger: Ledger, state: JobState,
-              jobs: Iterable[OpenJob]) -> Iterator[Tuple[Run, OpenJob]]:
-    """For each job, what records its replies: under task and model of the run that asked."""
-    client = Client("http://localhost", 1.0, [], "")    # never asked: others brought the replies
-    endpoint = Endpoint(client, APIS["chat"], {})
-    post = Post(client, endpoint, ENGINES["chat"])
-    states: Dict[str, State] = {}
-    for job in jobs:
-        run = state.runs[job.intent["run"]]
-        answers = states.get(run["fingerprint"])
-        if answers is None:
-            answers = states[run["fingerprint"]] = State(load_task(run["task"], run["form"]))
-            for row in ledger.rows():
-                answers.apply(row)
-        model = Model(run["model"], "", endpoint.ask, jobs=post)
-        pending = Pending(Sample(options.ledger, []), answers, 1, options)
-        yield Run(answers.task, model, [pending], options._replace(workers=1)), job
+def recorder(options: Settings, model: str, answers: State) -> Run:
+    """What records replies that were asked for by `emit`, of a model."""
+    asked = options._replace(command="emit", model=model, workers=1)
+    pending = Pending(Sample("", []), answers, 1, asked)
+    return Run(answers.task, open_model(asked, answers.task), [pending], asked)
 
 
 # ==================================================================================================
@@ -7655,7 +7470,6 @@ OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -
         ("run", "--batch-api", "send the calls through the provider's batch engine", YES),
         ("run", "--finish", "how later rounds go (default jobs)", dict(choices=("jobs", "online"))),
         ("run", "--no-wait", "leave as soon as jobs are submitted (exit code 4)", YES),
-        ("run", "--adopt", "this job is the one that may have been made", dict(metavar="JOB")),
         ("run emit", "--abandon", "cancel this job, ignore its results, ask its items again",
          dict(metavar="JOB")),
         ("emit", "file", "the requests, in OpenAI's batch form", dict(metavar="FILE")),
@@ -7819,7 +7633,7 @@ def check_jobs(options: Settings, model: Model, state: JobState) -> None:
         raise HarnessError("%s has no batch engine that is known; leave --batch-api out, or `emit` a file" % model.name)
     if options.batch_api and options.max_calls:
         raise HarnessError("--max-calls means nothing to batch jobs; bound them with --limit")
-    for word in ("no_wait", "adopt", "abandon", "finish"):
+    for word in ("no_wait", "abandon", "finish"):
         if getattr(options, word) not in (None, False, "jobs") and not kind:
             raise HarnessError("--%s is about batch jobs; say --batch-api, too" % word.replace("_", "-"))
     for key in state.lost:
@@ -7904,7 +7718,7 @@ def ask_all(runner: Run, ledger: Ledger, frozen: InputCount, jobs: JobState, say
         return emit_requests(runner, header, jobs, ledger, out)
     say.aside()                     # what is paid for must not wait for a terminal
     if options.batch_api:
-        runner = run_by_jobs(runner, header, jobs, ledger, say)
+        run_by_jobs(runner, header, jobs, ledger, say)
     else:
         Pool(runner).work(ledger, header, say)
     say.finish()

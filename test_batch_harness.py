@@ -4410,7 +4410,7 @@ class BatchJobs(EndpointCase):
         engine = self.engine(polls=3)
         code, out, err = self.jobs(engine, "--no-wait", count=4)
         self.assertEqual((code, engine.log), (4, ["upload", "create", "look"]))
-        self.assertIn("waiting: job batch_0: in_progress (total 2", out)
+        self.assertIn("waiting: job batch_0: in_progress (completed 2, total 2", out)
         before = self.bytes()
         self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
         self.assertEqual(self.bytes(), before)
@@ -4479,33 +4479,18 @@ class BatchJobs(EndpointCase):
                     engine.close()
 
     def test_an_undecided_job_blocks_until_it_ends_or_a_person_decides(self):
-        for adopt in (True, False):
+        for give_up in (True, False):
             engine = self.engine(None, "messages", polls=99)
             left = ["create"]
             engine.after = lambda step: step in left and (left.remove(step) or True)
             code, out, err = self.jobs(engine, "--no-wait", count=4)
             self.assertEqual((code, len(engine.jobs)), (4, 1))
-            self.assertIn("job msgbatch_0 may be the one that was to be made, and cannot be looked into yet; wait until it ends, or say --adopt msgbatch_0", out)
+            self.assertIn("job msgbatch_0 may be the one that was to be made, and cannot be looked into yet; wait until it ends, or say --abandon ", out)
             self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
-            engine.jobs["msgbatch_0"]["left"] = 0 if not adopt else 1
-            code, out, err = self.jobs(engine, *(["--adopt", "msgbatch_0"] if adopt else []))
-            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
-            self.assertIn("--adopt x: 0 jobs of", self.jobs(engine, "--adopt", "x")[2])
+            engine.jobs["msgbatch_0"]["left"] = 0
+            code, out, err = self.jobs(engine, *(["--abandon", self.rows("runs/ledger.jsonl", "job")[0]["key"]] if give_up else []))
+            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1 + give_up, {"answered": 4}), out + err)
             shutil.rmtree("runs")
-
-    def test_a_job_that_was_adopted_wrongly_is_disowned(self):
-        engine = self.engine(None, "messages")
-        left = ["create"]
-        engine.before = lambda step: step in left and (left.remove(step) or True)
-        engine.jobs["msgbatch_0"] = {"lines": [{"custom_id": "x-%d" % n, "params": {"messages": [{"content": ""}]}} for n in range(2)], "left": 99, "made": time.time(), "metadata": 0, "file": 0}
-        self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-        engine.jobs["msgbatch_0"]["left"] = 0
-        code, out, err = self.jobs(engine, "--adopt", "msgbatch_0")
-        self.assertEqual(code, 3)
-        self.assertIn("job msgbatch_0 holds none of the requests", out)
-        self.assertEqual(self.rows("runs/ledger.jsonl"), [])
-        code, out, err = self.jobs(engine)
-        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 2, {"answered": 4}), out + err)
 
     def test_what_is_missing_unknown_repeated_crossed_or_errored_is_named(self):
         names = {}
@@ -4528,11 +4513,11 @@ class BatchJobs(EndpointCase):
         key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
         ids = [bh.item_id("text number %d" % n) for n in (0, 1)]
         self.assertIn("job batch_0, missing: %s-1 (%s)" % (key, ", ".join(ids)), err)
-        self.assertIn('job batch_0, unknown: line 4, custom id "nobody-1"', err)
-        self.assertIn("job batch_0, unknown: line 5, which is no JSON object", err)
+        self.assertIn('job batch_0, unknown: line 4, "{\\"custom_id\\": \\"nobody-1\\"', err)
+        self.assertIn("job batch_0, unknown: line 5, \"junk", err)
         self.assertIn("job batch_0, crossed: %s-3" % key, err)
         self.assertIn("job batch_0: 10 items submitted, 6 came back; by verdict: no reply 4, ok 4, set_mismatch 2", err)
-        self.assertIn("job batch_0, as the provider counts: expired (total 5, completed 5, failed 0)", err)
+        self.assertIn("job batch_0, as the provider counts: expired (completed 5, total 5, failed 0)", err)
         collected = next(row for row in self.rows("runs/ledger.jsonl", "job") if row["step"] == "collected")
         self.assertEqual([collected[word] for word in ("items", "missing", "unknown", "crossed", "repeated", "ended_as")], [10, 1, 3, 1, 0, "expired"])
         self.assertEqual([row["detail"] for row in self.failures()], ["the results hold no line for it", "Not run in time."])
@@ -4572,8 +4557,7 @@ class BatchJobs(EndpointCase):
         engine.ends, engine.errors = "failed", {"object": "list", "data": [{"code": "invalid_json_line", "message": "bad line", "line": 2, "param": None}]}
         code, out, err = self.jobs(engine, count=4)
         self.assertEqual((code, len(engine.jobs)), (3, 1))
-        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
-        self.assertIn("job batch_0 was refused whole: line 2 (%s-2): invalid_json_line: bad line" % key, out)
+        self.assertIn("job batch_0 was refused whole: line 2: invalid_json_line: bad line", out)
         self.assertEqual(self.statuses(), {"pending": 4})
 
     def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
@@ -4644,7 +4628,7 @@ class BatchJobs(EndpointCase):
         self.assertIn("no job was made: HTTP 401: bad key ***", out)
         shutil.rmtree("runs")
         for words in (["--model", "demo", "--batch-api"], ["--model", "ollama:m", "--batch-api"], ["--model", "openai:m", "--batch-api", "--max-calls", "3"],
-                      ["--model", "openai:m", "--no-wait"], ["--model", "openai:m", "--adopt", "x"], ["--model", "openai:m", "--abandon", "x"]):
+                      ["--model", "openai:m", "--no-wait"], ["--model", "openai:m", "--abandon", "x"]):
             code, out, err = self.main("--input", "items.jsonl", *words)
             self.assertEqual((code, out), (2, ""), words)
             shutil.rmtree("runs", ignore_errors=True)
@@ -4817,24 +4801,6 @@ class BatchJobs(EndpointCase):
         engine.before = lambda step: False
         self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
 
-    def test_adopting_is_checked_as_far_as_it_can_be(self):
-        for form, foreign in (("messages", 3), ("chat", 2)):
-            engine = self.engine(None, form, polls=99)
-            left = ["create"]
-            engine.after = lambda step, left=left: step in left and (left.remove(step) or True)
-            engine.before = lambda step: step == "list"
-            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-            name = ("batch_%d" if form == "chat" else "msgbatch_%d") % 5
-            engine.jobs[name] = {"lines": [{"custom_id": "x-%d" % n, "body": {"messages": [{"content": ""}]}, "params": {"messages": [{"content": ""}]}} for n in range(foreign)],
-                                 "left": 99, "metadata": {"batch_harness": "another"}, "file": "other", "made": time.time()}
-            before = self.bytes()
-            for wrong in ("nothing_7", name):
-                code, out, err = self.jobs(engine, "--adopt", wrong)
-                self.assertEqual((code, out), (2, ""), (form, wrong))
-                self.assertIn("--adopt %s: " % wrong, err)
-            self.assertEqual([line for line in self.bytes()[len(before):].splitlines() if b'"event": "run"' not in line], [])
-            shutil.rmtree("runs")
-
     def test_what_is_abandoned_under_a_limit_is_asked_up_to_the_limit(self):
         engine = self.engine(polls=9)
         self.jobs(engine, "--no-wait", count=6)
@@ -4860,7 +4826,7 @@ class BatchJobs(EndpointCase):
         name = next(iter(intent["requests"]))
         for change in ({"at": 5}, {"key": "x"}, {"requests": {}}, *({"requests": {name: dict(intent["requests"][name], **odd)}} for odd in (
                 {"sources": ["abc", None]}, {"batch_id": ""}, {"size": 0}, {"attempt": 0}, {"attempt": 10 ** 30}, {"batch": ["", "a"]}, {"batch": 5},
-                {"text_sha": ["0" * 32] * 2}, {"last_form": 1}, {"batch": intent["requests"][name]["batch"][:1] * 2}))):
+                {"text_sha": ["0" * 32] * 2}, {"batch": intent["requests"][name]["batch"][:1] * 2}))):
             self.write("runs/ledger.jsonl", b"\n".join([*lines[:place], json.dumps(dict(intent, **change)).encode(), *lines[place + 1:]]))
             code, out, err = self.jobs(engine)
             self.assertEqual((code, len(engine.jobs)), (2, 1), (change, out, err))
@@ -5085,7 +5051,7 @@ class BatchJobs(EndpointCase):
                 self.assertEqual(self.jobs(engine, count=4)[0], 3)
             path = next(path for path in self.written() if "requests" in path)
             text = self.read(path)
-            self.write(path, text.replace("number 3", "number 8"))
+            os.remove(path)
             engine.jobs.clear()
             del engine.handle
             code, out, err = self.jobs(engine)
@@ -5104,22 +5070,6 @@ class BatchJobs(EndpointCase):
         engine.before = lambda step: False
         self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
         self.assertEqual((len(engine.jobs), self.steps()[:3]), (1, ["intent", "abandoned", "intent"]))
-
-    def test_a_list_without_pages_says_what_it_cannot_show(self):
-        engine = self.engine()
-        self.lagging(engine, 1, 0)
-        real, other = engine.handle, {"lines": [], "left": 0, "metadata": None, "file": "other", "made": 1}
-
-        def handle(step, path, query, data):
-            status, body = real(step, path, "" if step == "list" else query, data)
-            page = json.loads(body) if step == "list" else {}
-            page.pop("has_more", None)
-            return status, json.dumps(page).encode() if step == "list" else body
-        engine.handle = handle
-        engine.jobs.update({"batch_%d" % number: other for number in (100, 101)})
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, self.statuses()), (0, {"answered": 4}), err)
-        self.assertIn("(the provider lists 2 jobs, and older ones cannot be seen)", err)
 
     def test_statuses_that_say_that_no_job_was_made(self):
         for status, words in ((405, "there is no batch engine"), (501, "there is no batch engine"), (429, "")):
@@ -5163,7 +5113,7 @@ class BatchJobs(EndpointCase):
             self.assertEqual((code, engine.log.count("cancel"), self.statuses()), (0, 1, {"answered": 4}), err)
             self.assertIn("job %s is abandoned; %s" % (
                 name, "the provider was told to cancel it: " + status if status else
-                "it could not be cancelled, and may go on and cost: HTTP 409: too late"), err)
+                "its requests may go on where they were sent, and cost"), err)
             shutil.rmtree("runs")
 
     # ---- streams ----
@@ -5213,30 +5163,12 @@ class BatchJobs(EndpointCase):
         self.write("b.jsonl", flat[1] + "\n" + flat[2] + "\n{}\n")
         code, out, err = self.main("collect", "a.gz", "b.jsonl")
         self.assertEqual((code, self.statuses()), (1, {"answered": 6}), err)            # a line is nobody's
-        self.assertIn("a.gz, lines: joined 2\n", err)
-        self.assertIn("b.jsonl, lines: joined 1, repeated 1, unknown 1\n", err)
-        [kept] = [path for path in self.written() if "collected-" in path]
-        self.assertEqual(self.read(kept).split("\n"), [*flat[:2], *flat[1:3], "{}", "", ""])
+        self.assertIn("a.gz, lines: results 2\n", err)
+        self.assertIn("b.jsonl, lines: results 2, unknown 1\n", err)
+        [kept] = [path for path in self.written() if "results" in path]
+        self.assertEqual(self.read(kept).split("\n"), ["\ufeff" + flat[0], flat[1], *flat[1:3], ""])
         self.write("c.gz", gzip.compress(b"x" * 99)[:20])
         self.assertIn("cannot read c.gz: ", self.main("collect", "c.gz")[2])
-
-    def test_a_file_that_holds_no_results_is_described(self):
-        self.items_file(2)
-        self.emit()
-        self.answered_file()
-        for text, words in (("no JSON", "its first line is no JSON object: \"no JSON"), ("", "no JSON object"),
-                            (self.read("requests.jsonl"), "it holds requests; name what the engine wrote"),
-                            ('{"text": "x", "id": 3}', "no results with custom_id and response; they have id, text"),
-                            ('{"custom_id": "zz-1", "response": {}}', "its first custom_id, \"zz-1\", is of no request")):
-            self.write("odd.jsonl", text)
-            before = self.bytes(), self.written()
-            code, out, err = self.main("collect", "odd.jsonl")
-            self.assertEqual((code, out, self.bytes(), self.written()), (2, "", *before))
-            self.assertIn("odd.jsonl: ", err)
-            self.assertIn(words, err)
-        code, out, err = self.main("collect", "results.jsonl", "odd.jsonl")
-        self.assertEqual((code, self.statuses()), (1, {"answered": 2}))
-        self.assertIn("odd.jsonl: its first custom_id", err)
 
     def test_requests_go_out_in_parts_that_come_back_in_any_order_and_again(self):
         self.items_file(14)
