@@ -68,9 +68,9 @@ def leave(words: bytes) -> None:
         os._exit(130)
 
 
+STARTING = b"batch_harness: interrupted; nothing was called\n"
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, lambda number, frame: leave(
-        b"batch_harness: interrupted; nothing was called\n"))
+    signal.signal(signal.SIGINT, lambda number, frame: leave(STARTING))
 
 import argparse
 import binascii
@@ -99,7 +99,7 @@ try:
 except ImportError:     # some Pythons are built without it; only what is compressed needs it
     zlib = None  # type: ignore[assignment]
 
-__version__ = "0.1"
+__version__ = "0.3"
 
 # ==================================================================================================
 # VOCABULARY.  Every word a ledger row, the report or a script may rely on.  A test holds the
@@ -1662,10 +1662,6 @@ class Source:
     """
 
     def __init__(self, options: Settings) -> None:
-        for one, other in (("template", "text_field"), ("table", "query")):
-            if getattr(options, one) and getattr(options, other):
-                raise HarnessError("--%s and --%s say the same; give one of them" % (
-                    one, other.replace("_", "-")))
         self.name = self._path = options.input
         self.skipped = 0
         self._options = options
@@ -7300,7 +7296,6 @@ def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head
 
 def columns_set(options: Settings, task: Task) -> Dict[str, str]:
     """Which column takes which field; HarnessError where the task has no such field or rubric."""
-    check_twice("--set", options.columns)
     fields = dict(options.columns) or {name: name for name in task.fields}
     for field in fields.values():
         if field not in task.fields:
@@ -7353,7 +7348,8 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
 
 
 # ==================================================================================================
-# COMMAND LINE.  Checks what a person typed, before any call; turns every error into one line and an exit code.
+# COMMAND LINE.  Checks what a person typed, before any call; says what a run will cost and what it
+# came to; turns every error into one line and an exit code.
 # ==================================================================================================
 
 class Parser(argparse.ArgumentParser):
@@ -7362,466 +7358,574 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
         """What argparse calls when the words make no sense."""
         hidden = re.sub(r"(?i)(--[\w-]*(?:key|token)[\w-]*[= ])\S+", r"\1***", message)
-        command = self.prog + " COMMAND" if message.startswith("unrecognized") else self.prog
-        raise HarnessError("%s; see %s --help" % (hidden, command))
+        raise HarnessError("%s; see %s --help" % (hidden, self.prog))
 
 
 def duration(number: str, unit: str) -> float:
-    """Seconds; ValueError beyond 23 days, which is more than the system's own waits can hold (2 ** 31 milliseconds)."""
+    """Seconds; ValueError from 2e6 on: the system's waits hold 2 ** 31 milliseconds."""
     seconds = float(number) * {"m": 60, "h": 3600}.get(unit, 1)
     if not 0 < seconds < 2e6:
         raise ValueError(number)
     return seconds
 
 
-def checked(pattern: str, words: str, convert: Callable[..., Any]) -> Callable[[str], Any]:
-    """A type for argparse: the groups of a match of the whole text, converted; else a refusal in these words."""
-    def parse(text: str) -> Any:
-        match = re.match(pattern + r"\Z", text, re.S)
-        with contextlib.suppress(ValueError, RecursionError):
-            if match:
-                return convert(*match.groups())
-        raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
-    return parse
-
-
-POSITIVE = checked("(0*[1-9][0-9]{0,8})", "a whole number from 1", int)
-WORKERS = checked("0*([1-9][0-9]{0,2}|10[01][0-9]|102[0-4])", "a whole number from 1 to 1024", int)
-DIGITS = checked("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int)
-SECONDS = checked(r"(\d{1,7}(?:\.\d+)?)([smh]?)", "a duration such as 90s, 15m or 2h (at most 550h)", duration)
-SHARE = checked(r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float)
-SIZES = checked(r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
-                lambda text: [int(size) for size in text.split(",")])
-SHARD = checked(r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3", lambda part, parts: (
-    int(part), int(parts)) if int(part) <= int(parts) else int("none"))
-PARAMETER = checked(r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
-                    'NAME=JSON, such as temperature=0.7 or stop=["x"] (messages, model, stream and n are set for you)',
-                    lambda name, value: (name, REPLY_JSON.decode(value)))
-
-
-COMMANDS = {
-    "run": "ask about every item that has no answer yet", "trial": "ask a sample at several batch sizes, to compare",
-    "emit": "write the requests to a file, for another engine", "collect": "take in that engine's results",
-    "report": "what the calls on ledgers came to, and which size is safe", "explain": "all that is known of one item",
-    "export": "join the answers to the input, in its order", "audit": "check every line of ledgers, and the numbers",
-    "apply": "write answers into a table of SQLite"}
-YES: Dict[str, Any] = {"action": "store_true"}
-MANY: Dict[str, Any] = {"action": "append"}
-ASKING, READING = "run trial emit", "report explain audit"
-OPTIONS: Dict[str, List[Tuple[str, str, str, Dict[str, Any]]]] = {     # group -> (commands, option, help, the rest)
-    "ledger": [
-        (ASKING + " collect explain apply", "--ledger", "default " + LEDGER, dict(metavar="FILE")),
-        ("report export audit", "--ledger", "one or several (default %s)" % LEDGER,
-         dict(nargs="+", action="extend", dest="ledgers", metavar="FILE"))],
-    "input": [
-        (ASKING + " export", "--input", "JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin",
-         dict(required=True, metavar="FILE")),
-        (READING, "--input", "where the texts are", dict(metavar="FILE")),
-        *((ASKING + " export " + READING, *row) for row in (
-            ("--input-format", "default: by the file's ending", dict(choices=sorted(READERS))),
-            ("--text-field", "field or column of the text (default text)", dict(metavar="NAME")),
-            ("--id-field", "field of your own key (default id, where there is one)", dict(metavar="NAME")),
-            ("--template", "text made of fields: '$title: ${long name}'", dict(metavar="TEXT")),
-            ("--table", "table of an SQLite file", dict(metavar="NAME")),
-            ("--query", "query on an SQLite file", dict(metavar="SQL")),
-            ("--skip-bad", "go on without bad rows", YES),
-            ("--id-length", "hex digits of an id (default 12)", dict(type=DIGITS, metavar="N")))),
-        (ASKING, "--shard", "ask the I-th of N parts, by the texts' ids",
-         dict(type=SHARD, metavar="I/N"))],
-    "task and model": [(ASKING, *row) for row in (
-        ("--instruction", "what to say of each text", dict(metavar="TEXT")),
-        ("--labels", "the closed list of answers", dict(metavar="A,B,C")),
-        ("--stage", "name of this pass (default main)", dict(metavar="NAME")),
-        ("--task", "instruction, fields, rubric version and stage in a file", dict(metavar="FILE.json")),
-        ("--model", CHOICES, dict(metavar="PROVIDER:NAME")),
-        ("--base-url", "of an endpoint of OpenAI's form, with its /v1", dict(metavar="URL")),
-        ("--api-key-env", "variable that holds the key", dict(metavar="NAME")),
-        ("--param", "add to each request", dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
-        ("--timeout", "for one call (default 300s)", dict(type=SECONDS, metavar="DURATION")),
-        ("--max-tokens", "of one reply, under the name the provider has for it", dict(type=POSITIVE, metavar="N")),
-        ("--structured", "ask the endpoint for one object keyed by id, held to a schema", YES),
-        ("--api-version", "of anthropic's API", dict(metavar="DATE", type=checked(
-            r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str))),
-        ("--workers", "calls in flight (default 4; 1 for a model on this machine)", dict(type=WORKERS, metavar="N")),
-        ("--rpm", "calls a minute, at most", dict(type=POSITIVE, metavar="N")))],
-    "batches and policy": [
-        ("run emit", "--batch-size", "items a prompt (default 1)", dict(type=POSITIVE, metavar="N")),
-        ("trial", "--sizes", "batch sizes, one arm each (default 1,1,2)",
-         dict(type=SIZES, metavar="A,B,..")),
-        ("trial", "--sample", "items, the same on every machine (default 300)",
-         dict(type=POSITIVE, metavar="N")),
-        *((ASKING, *row) for row in (
-            ("--batch-chars", "characters of text a prompt, at most", dict(type=POSITIVE, metavar="N")),
-            ("--order", "strict: place i must hold id i", dict(choices=("set", "strict"))),
-            ("--attempts", "how often a batch is asked (default 2)", dict(type=POSITIVE, metavar="N")),
-            ("--on-failure", "what follows (default single)",
-             dict(choices=("single", "split", "exclude"))),
-            ("--retry-param", "change the request from the second attempt on",
-             dict(MANY, type=PARAMETER, metavar="NAME=JSON")),
-            ("--max-calls", "make at most N calls now", dict(type=POSITIVE, metavar="N")),
-            ("--deadline", "begin no call after this time", dict(type=SECONDS, metavar="DURATION")))),
-        ("run trial collect", "--keep-going", "where %d calls at first, or %d in a row, bring no acceptable reply" % (
-            AT_FIRST, IN_A_ROW), YES),
-        ("run emit", "--retry-quarantined", "ask quarantined items again, each alone", YES),
-        ("run emit apply", "--limit", "at most N items (apply: rows) now", dict(type=POSITIVE, metavar="N")),
-        (ASKING + " apply", "--dry-run", "call and write nothing; show the counts, and the first prompt", YES),
-        ("run", "--baseline", "another ledger that shows what the model does at size 1", dict(metavar="LEDGER"))],
-    "batch jobs": [
-        ("run", "--batch-api", "send the calls through the provider's batch engine", YES),
-        ("run", "--finish", "how later rounds go (default jobs)", dict(choices=("jobs", "online"))),
-        ("run", "--no-wait", "leave as soon as jobs are submitted (exit code 4)", YES),
-        ("run emit", "--abandon", "cancel this job, ignore its results, ask its items again",
-         dict(metavar="JOB")),
-        ("emit", "file", "the requests, in OpenAI's batch form", dict(metavar="FILE")),
-        ("emit", "--parts", "write N files: FILE-1-of-N and on", dict(type=POSITIVE, metavar="N")),
-        ("collect", "files", "results, in OpenAI's batch form", dict(nargs="+", metavar="FILE"))],
-    "reading": [
-        ("explain", "id", "an id, the beginning of one, or your own key of its first row", dict(metavar="ID")),
-        ("report", "--max-failure", "of first passes (default 0.05)", dict(type=SHARE, metavar="P")),
-        ("report", "--margin", "of answers that may differ beyond the floor (default 0.02)",
-         dict(type=SHARE, metavar="P")),
-        ("report", "--gold-field", "field of the input that holds the right answer", dict(metavar="NAME")),
-        ("report", "--fail-unless-safe", "exit 1 unless size K is safe", dict(type=POSITIVE, metavar="K")),
-        ("report", "--html", "also as one page, with the first texts and answers (--input)", dict(metavar="FILE")),
-        ("report", "--json", "as data", YES),
-        ("export", "--output", ".csv, .db (SQLite) or .jsonl (default stdout)", dict(metavar="FILE")),
-        ("export", "--raw-csv", "leave cells that a spreadsheet would run as they are", YES),
-        ("export apply", "--stage", "whose answers, where the ledger holds several tasks", dict(metavar="NAME")),
-        ("export apply", "--fingerprint", "whose answers, by the task's fingerprint", dict(metavar="HEX"))],
-    "table": [("apply", *row) for row in (
-        ("--database", "of SQLite", dict(required=True, metavar="FILE")),
-        ("--table", "whose rows are written", dict(required=True, metavar="NAME")),
-        ("--text-field", "column that holds the text (default text)", dict(metavar="COLUMN")),
-        ("--id-field", "column that holds your own key (default id)", dict(metavar="COLUMN")),
-        ("--batch-column", "takes RUN/BATCH/ITEM, which decided", dict(required=True, metavar="COLUMN")),
-        ("--rubric-column", "holds the rubric version that decided last, and takes the new one",
-         dict(metavar="COLUMN")),
-        ("--set", "which column takes which field (default: those of the same name)", dict(
-            MANY, dest="columns", metavar="COLUMN=FIELD",
-            type=checked("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair))))],
+# What an option takes, as its help shows it -> pattern, what it is in words, the type.
+TAKES: Dict[str, Tuple[str, str, Callable[..., Any]]] = {
+    "N": ("(0*[1-9][0-9]{0,8})", "a whole number from 1", int),
+    "1..1024": (
+        "0*([1-9][0-9]{0,2}|10[01][0-9]|102[0-4])",
+        "a whole number from 1 to 1024", int),
+    "12..32": ("(1[2-9]|2[0-9]|3[0-2])", "a number from 12 to 32", int),
+    "P": (r"(0?\.(?=0*[1-9])\d{1,6})", "a share such as 0.05", float),
+    "DURATION": (
+        r"(\d{1,7}(?:\.\d+)?)([smh]?)",
+        "a duration such as 90s, 15m or 2h (at most 550h)", duration),
+    "DATE": (r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str),
+    "A,B,..": (
+        r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
+        lambda text: [int(size) for size in text.split(",")]),
+    "I/N": (
+        r"([1-9]\d{0,4})/([1-9]\d{0,4})", "a part such as 1/3",
+        lambda part, parts: (int(part), int(parts))),
+    "NAME=JSON": (
+        r"(?!(?:messages|model|stream|n)=)([^=\s]+)=(.*)",
+        'NAME=JSON, such as temperature=0.7 or stop=["x"] '
+        "(messages, model, stream and n are set for you)",
+        lambda name, value: (name, REPLY_JSON.decode(value))),
+    "COLUMN=FIELD": ("([^=]+)=([^=]+)", "COLUMN=FIELD", lambda *pair: pair),
 }
 
 
-def parser() -> Parser:
-    """The command line: what OPTIONS says, for each of COMMANDS."""
-    codes = "; ".join("%d %s" % entry for entry in EXITS.items())
-    top = Parser(prog="batch_harness", allow_abbrev=False, description="Ask a language model about many short texts, "
-                 "and keep only answers that prove whose they are. Without a command: run.",
-                 epilog="Each command has its own --help. Exit codes: " + codes)
-    top.add_argument("--version", action="version", version="batch_harness " + __version__)
-    commands = top.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
-    parsers = {name: commands.add_parser(name, help=words, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-               for name, words in COMMANDS.items()}
-    rows = [(title, row) for title, group in OPTIONS.items() for row in group]
-    for name, command in parsers.items():
-        groups: Dict[str, Any] = {}
-        for title, (names, option, words, more) in rows:
-            if name in names.split():
-                group = groups.get(title) or groups.setdefault(title, command.add_argument_group(title))
-                group.add_argument(option, help=words, **more)
-    return top
+def option_value(takes: str, text: str) -> Any:
+    """The value of an option that takes one of TAKES; what cannot be it is refused in words."""
+    pattern, words, convert = TAKES[takes]
+    match = re.match(pattern + r"\Z", text, re.S)
+    with contextlib.suppress(ValueError, RecursionError):
+        if match:
+            return convert(*match.groups())
+    raise argparse.ArgumentTypeError("%r is not %s" % (text, words))
+
+
+# Groups; under each, commands; and under these their options with what each takes: a choice of
+# words, one of TAKES or a text; one or several of them where + follows; to be given where ! does.
+OPTIONS = """
+ledger:
+  run trial emit collect explain apply
+    --ledger FILE               default %s
+  report export audit
+    --ledger FILE+              one or several (default %s)
+input:
+  run trial emit export
+    --input FILE!               JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin
+  report explain audit
+    --input FILE                where the texts are
+  run trial emit export report explain audit
+    --input-format %s           default: by the file's ending
+    --text-field NAME           field or column of the text (default text)
+    --id-field NAME             field of your own key (default id, where there is one)
+    --template TEXT             text made of fields: '$title: ${long name}'
+    --table NAME                table of an SQLite file
+    --query SQL                 query on an SQLite file
+    --skip-bad                  go on without bad rows
+    --id-length 12..32          hex digits of an id (default 12)
+  run trial emit
+    --shard I/N                 ask the I-th of N parts, by the texts' ids
+task and model:
+  run trial emit
+    --instruction TEXT          what to say of each text
+    --labels A,B,C              the closed list of answers
+    --stage NAME                name of this pass (default main)
+    --task FILE.json            instruction, fields, rubric version and stage in a file
+    --model PROVIDER:NAME       %s
+    --base-url URL              of an endpoint of OpenAI's form, with its /v1
+    --api-key-env NAME          variable that holds the key
+    --param NAME=JSON           add to each request
+    --timeout DURATION          for one call (default 300s)
+    --max-tokens N              of one reply, under the name the provider has for it
+    --structured                ask the endpoint for one object keyed by id, held to a schema
+    --api-version DATE          of anthropic's API
+    --workers 1..1024           calls in flight (default 4; 1 for a model on this machine)
+    --rpm N                     calls a minute, at most
+batches and policy:
+  run emit
+    --batch-size N              items a prompt (default 1)
+  trial
+    --sizes A,B,..              batch sizes, one arm each (default 1,1,2)
+    --sample N                  items, the same on every machine (default 300)
+  run trial emit
+    --batch-chars N             characters of text a prompt, at most
+    --order set|strict          strict: place i must hold id i
+    --attempts N                how often a batch is asked (default 2)
+    --on-failure single|split|exclude    what follows (default single)
+    --retry-param NAME=JSON     change the request from the second attempt on
+    --max-calls N               make at most N calls now
+    --deadline DURATION         begin no call after this time
+  run trial collect
+    --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
+  run emit
+    --retry-quarantined         ask quarantined items again, each alone
+  run emit apply
+    --limit N                   at most N items (apply: rows) now
+  run trial emit apply
+    --dry-run                   call and write nothing; show the counts, and the first prompt
+  run
+    --baseline LEDGER           another ledger that shows what the model does at size 1
+batch jobs:
+  run
+    --batch-api                 send the calls through the provider's batch engine
+    --finish jobs|online        how later rounds go (default jobs)
+    --no-wait                   leave as soon as jobs are submitted (exit code 4)
+  run emit
+    --abandon JOB               cancel this job, ignore its results, ask its items again
+  emit
+    file FILE                   the requests, in OpenAI's batch form
+    --parts N                   write N files: FILE-1-of-N and on
+  collect
+    files FILE+                 results, in OpenAI's batch form
+reading:
+  explain
+    id ID                       an id, the beginning of one, or your own key of its first row
+  report
+    --max-failure P             of first passes (default 0.05)
+    --margin P                  of answers that may differ beyond the floor (default 0.02)
+    --gold-field NAME           field of the input that holds the right answer
+    --fail-unless-safe N        exit 1 unless size N is safe
+    --html FILE                 also as one page, with the first texts and answers (--input)
+    --json                      as data
+  export
+    --output FILE               .csv, .db (SQLite) or .jsonl (default stdout)
+    --raw-csv                   leave cells that a spreadsheet would run as they are
+  export apply
+    --stage NAME                whose answers, where the ledger holds several tasks
+    --fingerprint HEX           whose answers, by the task's fingerprint
+table:
+  apply
+    --database FILE!            of SQLite
+    --table NAME!               whose rows are written
+    --text-field COLUMN         column that holds the text (default text)
+    --id-field COLUMN           column that holds your own key (default id)
+    --batch-column COLUMN!      takes RUN/BATCH/ITEM, which decided
+    --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
+    --set COLUMN=FIELD          which column takes which field (default: those of the same name)
+""" % (LEDGER, LEDGER, "|".join(sorted(READERS)), CHOICES, AT_FIRST, IN_A_ROW)
+FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}    # other names in Settings
+
+# Two options that are not given together, and what is said of the first one.
+REFUSED = (
+    ("template", "text_field", "and --text-field say the same; give one of them"),
+    ("table", "query", "and --query say the same; give one of them"),
+    ("task", "instruction", "holds the instruction; leave --instruction out"),
+    ("task", "labels", "holds the labels; leave --labels out"),
+    ("task", "stage", "holds the stage; leave --stage out"),
+    ("max_calls", "batch_api", "means nothing to batch jobs; bound them with --limit"),
+)
+
+
+def spelled(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def given(options: Settings, name: str) -> bool:
+    """Whether an option is other than without it."""
+    return bool(getattr(options, name) != Settings._field_defaults[name])
+
+
+def check_options(options: Settings) -> None:
+    """HarnessError for options that contradict each other, or are given twice."""
+    for name, other, words in REFUSED:
+        if given(options, name) and given(options, other):
+            raise HarnessError("%s %s" % (spelled(name), words))
+    for name in ("no_wait", "abandon", "finish"):
+        if given(options, name) and options.command == "run" and not options.batch_api:
+            raise HarnessError("%s is about batch jobs; say --batch-api, too" % spelled(name))
+    part, parts = options.shard
+    if part > parts:
+        raise HarnessError("--shard %d/%d is none of its parts; count them from 1" % options.shard)
+    for option, pairs in (("--param", options.param), ("--retry-param", options.retry_param),
+                          ("--set", options.columns)):
+        for name, count in collections.Counter(name for name, _ in pairs).items():
+            if count > 1:
+                raise HarnessError("%s %s is given %d times; give it once" % (option, name, count))
+
+
+def check_files(options: Settings) -> None:
+    """HarnessError where a file that is read or written cannot be that."""
+    named = (options.ledger, options.input, options.task, options.file)
+    paths = [os.path.realpath(path) for path in named if path]
+    if len(set(paths)) < len(paths):
+        raise HarnessError(
+            "--ledger, --input, --task or the file of `emit` name one file; name another")
+    if options.command == "emit":
+        check_target(options.file)
+    if options.baseline is not None:
+        collections.deque(Log(options.baseline), 0)
+
 
 
 def chosen_task(options: Settings) -> Task:
     """The task, from the options."""
     form = "keyed" if options.structured else "list"
-    given = {name: getattr(options, name) for name in ("instruction", "stage") if getattr(options, name) is not None}
     if options.task is not None:
-        if given or options.labels is not None:
-            raise HarnessError("--task FILE holds instruction, labels and stage; leave the options out")
         return load_task(options.task, form)
+    task: Dict[str, Any] = {}
     if options.labels is not None:
         labels = [label.strip() for label in options.labels.split(",")]
         if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
-            raise HarnessError("--labels %s is a single label, or one is blank or repeated; write --labels a,b,c with "
-                               "plain commas" % shown(options.labels))
-        given["fields"] = {"answer": {"enum": labels}}
-        given.setdefault("instruction", "Say which of the labels fits each text best.")
-    return load_task(given, form)
+            raise HarnessError(
+                "--labels %s is a single label, or one is blank or repeated; "
+                "write --labels a,b,c with plain commas" % shown(options.labels))
+        task["instruction"] = "Say which of the labels fits each text best."
+        task["fields"] = {"answer": {"enum": labels}}
+    for name in ("instruction", "stage"):
+        if given(options, name):
+            task[name] = getattr(options, name)
+    return load_task(task, form)
 
 
 def check_collision(source: Source, state: State, length: int) -> None:
-    """HarnessError when two different texts, of the input or of the ledger, share an id; it names both."""
+    """HarnessError when two texts, of the input or of the ledger, share an id; names both."""
     shared = state.collision(length)
-    if shared is not None:
-        lines = {text_digest(row.text): row.line for row in source.rows()
-                 if row.error is None and text_digest(row.text).startswith(shared)}
-        where = ["%s:%d" % (source.name, line) for line in lines.values()] + ["a text on the ledger"] * 2
-        raise HarnessError("two different texts have the id %s (%s and %s); give a longer --id-length"
-                           % (shared, where[0], where[1]))
+    if shared is None:
+        return
+    where = {
+        text_digest(row.text): "%s:%d" % (source.name, row.line) for row in source.rows()
+        if row.error is None and text_digest(row.text).startswith(shared)}
+    places = [*where.values(), "a text on the ledger", "a text on the ledger"]
+    raise HarnessError(
+        "two different texts have the id %s (%s and %s); give a longer --id-length"
+        % (shared, places[0], places[1]))
 
 
-def check_twice(name: str, pairs: Sequence[Tuple[str, Any]]) -> None:
-    """HarnessError when one parameter is given twice."""
-    for word, count in collections.Counter(word for word, _ in pairs).items():
-        if count > 1:
-            raise HarnessError("%s %s is given %d times; give it once" % (name, word, count))
+def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pending], InputCount]:
+    """What is to be asked at each size, and the input as a first pass finds it."""
+    trial = options.command == "trial"
+    sizes = options.sizes if trial else (options.batch_size,)
+    state = State(task, 0 if trial else None)
+    read, items = state.freeze(source.good_rows())
+    check_collision(source, state, options.id_length)
+    asked: Union[Source, Sample] = source
+    if trial:
+        # Digests are as good as drawn: the least of them are the same sample on every machine,
+        # and their order is as good as shuffled.
+        state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
+        held = [row for row in source.rows()
+                if row.error is None and key_of(text_digest(row.text)) in state.status]
+        asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
+    states = [state, *(State(task, arm, state.status) for arm in range(1, len(sizes)))]
+    arms = [Pending(asked, *pair, options) for pair in zip(states, sizes)]
+    return arms, InputCount(read, items, source.skipped)
 
 
 def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
-    """Freeze the input, ask what is pending, and say what came of it; for run and trial."""
+    """Freeze the input, ask what is pending, say what came of it; for run, trial and emit."""
     task = chosen_task(options)
-    check_twice("--param", options.param)
-    check_twice("--retry-param", options.retry_param)
     model = open_model(options, task)
     options = options._replace(workers=options.workers or model.workers)
-    files = [os.path.realpath(path) for path in (options.ledger, options.input, options.task) if path]
-    files += [os.path.realpath(options.file)] if options.command == "emit" else []
-    if len(set(files)) < len(files):
-        raise HarnessError("--ledger, --input, --task or the file of `emit` name one file; name another")
-    if options.command == "emit":
-        check_target(options.file)
-    if options.baseline is not None:
-        collections.deque(Log(options.baseline), 0)         # refused here, before anything is made, where it is none
-    sizes = list(enumerate(options.sizes)) if options.command == "trial" else [(None, options.batch_size)]
-    with contextlib.ExitStack() as stack:
-        source, state = stack.enter_context(contextlib.closing(Source(options))), State(task, sizes[0][0])
-        read, items = state.freeze(source.good_rows())
-        check_collision(source, state, options.id_length)       # before the ledger is made: bad input leaves no trace
-        asked: Union[Source, Sample] = source
-        frozen, ledger = InputCount(read, items, source.skipped), None
-        if options.command == "trial":
-            # Digests are as good as drawn: the least of them are the same sample on every machine.
-            state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-            held = (row for row in source.rows() if row.error is None and key_of(text_digest(row.text)) in state.status)
-            asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))    # as good as shuffled
-        arms = [Pending(asked, state if state.arm == arm else State(task, arm, state.status), size, options)
-                for arm, size in sizes]
-
-        known, jobs = len(state.status), JobState(task.fingerprint)
-
-        def take(row: Mapping[str, Any]) -> None:
-            for pending in arms:
-                pending.state.apply(row)
-            jobs.apply(row)
+    check_files(options)
+    with contextlib.closing(Source(options)) as source:
+        arms, frozen = frozen_arms(options, task, source)       # bad input leaves no ledger behind
+        run = Run(task, model, arms, options)
         if not options.dry_run:
-            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-            for row in ledger.rows():
-                take(row)
-        elif os.path.exists(options.ledger):
-            for row in Log(options.ledger):
-                take(row)
-        if len(state.status) > known:                           # the ledger has brought other texts
-            check_collision(source, state, options.id_length)
-        check_ledger(options, model, state)
-        check_jobs(options, model, jobs)
-        runner = Run(task, model, arms, options)
-        if ledger is not None:
-            return ask_all(runner, ledger, frozen, jobs, say, out)
+            with contextlib.closing(Ledger(options.ledger)) as ledger:
+                jobs = taken_up(run, source, ledger.rows())
+                return ask_all(run, ledger, frozen, jobs, say, out)
+        taken_up(run, source, Log(options.ledger) if os.path.exists(options.ledger) else ())
         flight = next(interleaved(arms), None)
+        ending = "dry run: nothing is pending"
         if flight is not None:
             out(build_prompt(flight.first[0][1].items, task) + "\n", wrap=False)
-        out("%s\ndry run: nothing %s" % (outlook(runner, frozen), "is pending" if flight is None else "was called"))
+            ending = "dry run: nothing was called"
+        out(outlook(run, frozen) + "\n" + ending)
         return DONE
+
+
+def taken_up(run: Run, source: Source, rows: Iterable[Mapping[str, Any]]) -> JobState:
+    """The jobs of a ledger, whose rows are applied; HarnessError where it cannot go on."""
+    state = run.arms[0].state
+    known = len(state.status)
+    jobs = JobState(run.task.fingerprint)
+    for row in rows:
+        jobs.apply(row)
+        for pending in run.arms:
+            pending.state.apply(row)
+    if len(state.status) > known:                   # the ledger has brought other texts
+        check_collision(source, state, run.options.id_length)
+    check_ledger(run.options, run.model, state)
+    check_jobs(run.options, run.model, jobs)
+    return jobs
 
 
 def check_ledger(options: Settings, model: Model, state: State) -> None:
     """HarnessError when a ledger holds what cannot be gone on with."""
-    if options.command == "trial" and state.sizes not in (None, list(options.sizes)):
-        raise HarnessError("this ledger holds a trial of this task at --sizes %s; go on with these, or name another"
-                           " --ledger" % ",".join(map(str, state.sizes or ())))
-    kinds = ("demo", "real") if state.demo else ("real", "demo")
-    if state.demo is not None and state.demo is not is_demo(model.name):
-        raise HarnessError("this ledger holds %s answers, and --model %s gives %s ones; name another --ledger"
-                           % (kinds[0], model.name, kinds[1]))
+    sizes = state.sizes or list(options.sizes)
+    if options.command == "trial" and sizes != list(options.sizes):
+        raise HarnessError(
+            "this ledger holds a trial of this task at --sizes %s; go on with these, "
+            "or name another --ledger" % ",".join(map(str, sizes)))
+    if state.demo not in (None, is_demo(model.name)):
+        raise HarnessError(
+            "this ledger holds %s answers, and those of --model %s do not go with them; "
+            "name another --ledger" % ("demo" if state.demo else "real", model.name))
 
 
 def check_jobs(options: Settings, model: Model, state: JobState) -> None:
-    """HarnessError when jobs cannot be made of this model, or open ones would be asked a second time."""
-    kind = "provider" if options.batch_api else "file" if options.command == "emit" else ""
-    if kind and model.jobs is None:
-        raise HarnessError("%s has no batch engine that is known; leave --batch-api out, or `emit` a file" % model.name)
-    if options.batch_api and options.max_calls:
-        raise HarnessError("--max-calls means nothing to batch jobs; bound them with --limit")
-    for word in ("no_wait", "abandon", "finish"):
-        if getattr(options, word) not in (None, False, "jobs") and not kind:
-            raise HarnessError("--%s is about batch jobs; say --batch-api, too" % word.replace("_", "-"))
+    """HarnessError when this model takes no jobs, or open ones would be asked a second time."""
+    engine = "provider" if options.batch_api else ""
+    if options.command == "emit":
+        engine = "file"
+    if engine and model.jobs is None:
+        raise HarnessError(
+            "%s has no batch engine that is known; leave --batch-api out, or `emit` a file"
+            % model.name)
     for key in state.lost:
-        raise HarnessError("the ledger holds the steps of a job, key %s, and what it was to ask is damaged or gone; go "
-                           "back to a copy of the ledger, or take another --ledger" % key)
-    ways = {"file": "`collect` its results, or `emit` with --abandon %s",
-            "provider": "say --batch-api, alone or with --abandon %s"}
+        raise HarnessError(
+            "the ledger holds the steps of a job, key %s, and what it was to ask is damaged or "
+            "gone; go back to a copy of the ledger, or take another --ledger" % key)
+    here = "%s at %s" % (model.name, model.host)
     for key, job in state.jobs.items():
-        made, run = str(job.intent.get("engine")), state.runs.get(job.intent["run"], {})
-        asked = run.get("model"), run.get("host")
-        named = job.called if job.name else "a job that may have been made"
-        if made == kind == "provider" and asked != (model.name, model.host):
-            raise HarnessError("%s was asked of %s at %s, and this is %s at %s; take it up there first" % (
-                named, *asked, model.name, model.host))
-        if made != kind and options.abandon not in (key, job.name, job.called):
-            raise HarnessError("%d items wait for the results of %s; %s" % (
-                job.items, named, ways.get(made, "%s") % job.called))
+        made = job.intent.get("engine")
+        row = state.runs.get(job.intent["run"], {})
+        there = "%s at %s" % (row.get("model"), row.get("host"))
+        if made == engine == "provider" and here != there:
+            raise HarnessError("%s was asked of %s, and this is %s; take it up there first" % (
+                job.called, there, here))
+        if made != engine and options.abandon not in (key, job.name, job.called):
+            way = "`collect` its results, or `emit`"
+            if made == "provider":
+                way = "say --batch-api, alone or"
+            raise HarnessError("%d items wait for the results of %s; %s with --abandon %s" % (
+                job.items, job.called, way, job.called))
 
 
-def outlook(runner: Run, frozen: InputCount) -> str:
+def outlook(run: Run, frozen: InputCount) -> str:
     """Rows, items, what is pending at each size, and the calls to expect."""
-    options, lines = runner.options, []
-    for pending in runner.arms:
-        state, size = pending.state, pending.size
-        answered, quarantined = state.count(ANSWERED), state.count(QUARANTINED)
-        left = state.count(FROZEN) - answered - quarantined
-        asked = min(options.limit or frozen.items, left + quarantined * options.retry_quarantined)
-        alone = min(asked, quarantined) if options.retry_quarantined else 0         # each in a call of its own
-        calls = alone + -(-(asked - alone) // size)
-        most = calls * options.attempts
-        if size > 1 and options.on_failure != "exclude":
-            most += (asked - alone) * options.attempts
-            if options.on_failure == "split":
-                most += asked - alone
-        runner.tally.pending += asked
-        bounds = "about %d calls if every reply is good, at most %d" % (calls, most)
-        if options.batch_chars is not None or state.open or (options.limit and alone):
-            bounds = "about %d calls" % calls                   # how texts fall into batches is not known before
+    first = "%d rows, %d items" % (frozen.rows, frozen.items)
+    if frozen.skipped:
+        first += " (%d bad rows skipped)" % frozen.skipped
+    lines = []
+    for pending in run.arms:
+        state = pending.state
+        items, answered, quarantined = map(state.count, (FROZEN, ANSWERED, QUARANTINED))
+        left = items - answered - quarantined
+        calls = calls_to_expect(run, pending, left, quarantined)
         if state.arm is None:
-            lines.append("%d answered, %d quarantined, %d pending" % (answered, quarantined, left))
-            lines.append("at batch size %d: %s" % (size, bounds))
+            first += ": %d answered, %d quarantined, %d pending" % (answered, quarantined, left)
+            lines.append("at batch size %d: %s" % (pending.size, calls))
         else:
             lines.append("arm %d, size %d: %d of %d items settled, %s; at best it can show %s" % (
-                state.arm, size, answered + quarantined, state.count(FROZEN), bounds,
-                at_best(state.count(FROZEN) // size)))
-    skipped = " (%d bad rows skipped)" % frozen.skipped if frozen.skipped else ""
-    first = "%d rows, %d items%s: " % (frozen.rows, frozen.items, skipped)
-    first += lines.pop(0) if runner.arms[0].state.arm is None else "a sample of %d" % runner.arms[0].state.count(FROZEN)
-    if runner.arms[0].state.arm is not None:
-        size, sizes = max(pending.size for pending in runner.arms), [pending.size for pending in runner.arms]
-        lines.append("without any fault or difference, --sample %d would show size %d safe by the usual bounds" % (
-            size * clean_calls(0.02), size))
-        if sizes.count(1) < 2:
-            lines.append("size 1 stands %d times in --sizes: without 1,1 nothing says how much the model disagrees with"
-                         " itself, unless another ledger does" % sizes.count(1))
-    return "%s\n%s\na call that brings no reply is made again; texts go to %s" % (
-        first, "\n".join(lines), runner.model.host)
+                state.arm, pending.size, items - left, items, calls,
+                at_best(items // pending.size)))
+    if run.options.command == "trial":
+        first += ": a sample of %d" % items
+        lines += trial_words(run.options.sizes)
+    lines.append("a call that brings no reply is made again; texts go to " + run.model.host)
+    return "\n".join([first, *lines])
 
 
-def ask_all(runner: Run, ledger: Ledger, frozen: InputCount, jobs: JobState, say: Speaker, out: Speaker) -> int:
-    """Run to the end, and say how it ended and what to type next; the exit code."""
-    options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
-    damaged, torn = ledger.log.damaged, ledger.log.torn
+def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
+    """How many calls the items of one size take; counts them as pending.
+
+    `asked` items are open, and `alone` are quarantined: a call of its own for each, where at all.
+    """
+    options = run.options
+    if not options.retry_quarantined:
+        alone = 0
+    asked = min(asked + alone, options.limit or asked + alone)
+    alone = min(asked, alone)
+    batched = asked - alone
+    run.tally.pending += asked
+    calls = alone + math.ceil(batched / pending.size)
+    # How texts fall into batches is not known before.
+    if options.batch_chars is not None or pending.state.open or (options.limit and alone):
+        return "about %d calls" % calls
+    most = calls * options.attempts
+    if pending.size > 1 and options.on_failure != "exclude":
+        most += batched * options.attempts
+        if options.on_failure == "split":
+            most += batched
+    return "about %d calls if every reply is good, at most %d" % (calls, most)
+
+
+def trial_words(sizes: Sequence[int]) -> Iterator[str]:
+    """What a trial at these sizes can and cannot show."""
+    yield ("without any fault or difference, --sample %d would show size %d safe by the usual "
+           "bounds" % (max(sizes) * clean_calls(0.02), max(sizes)))
+    if sizes.count(1) < 2:
+        yield ("size 1 stands %d times in --sizes: without 1,1 nothing says how much the model "
+               "disagrees with itself, unless another ledger does" % sizes.count(1))
+
+
+def found_words(ledger: Ledger, state: State, task: Task) -> Iterator[str]:
+    """What on a ledger does not count."""
+    damaged = ledger.log.damaged
     if damaged:
-        say("%s: %d damaged lines skipped (%s); what they held is asked again" % (
-            ledger.path, len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED]))))
-    if torn is not None:
-        say("%s: the last line (%d) was cut; its call is made again" % (ledger.path, torn))
+        yield "%d damaged lines skipped (%s); what they held is asked again" % (
+            len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED])))
+    if ledger.log.torn is not None:
+        yield "the last line (%d) was cut; its call is made again" % ledger.log.torn
     if state.conflicts:
-        say("%s: %d answers came more than once; the first one counts" % (ledger.path, state.conflicts))
+        yield "%d answers came more than once; the first one counts" % state.conflicts
     for (stage, fingerprint), answers in state.other_tasks.items():
         if stage == task.stage and answers:
-            say("%d answers of stage %s belong to another wording of the task (%s, now %s) and do not count" % (
-                answers, stage, fingerprint, task.fingerprint))
-    say(outlook(runner, frozen))
-    if options.command == "run" and options.batch_size > 1 and not is_demo(model.name):
-        say_baseline(state, task, model, options, say)
+            yield ("%d answers of stage %s belong to another wording of the task (%s, now %s) and "
+                   "do not count" % (answers, stage, fingerprint, task.fingerprint))
+
+
+def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
+            say: Speaker, out: Speaker) -> int:
+    """Run to the end, and say how it ended and what to type next; the exit code."""
+    options = run.options
+    for words in found_words(ledger, run.arms[0].state, run.task):
+        say("%s: %s" % (ledger.path, words))
+    say(outlook(run, frozen))
+    say_baseline(run, say)
     if options.instruction is None and options.task is None:
-        say("no --instruction given; asking: " + task.instruction)
-    header = functools.partial(run_header, runner, frozen)
+        say("no --instruction given; asking: " + run.task.instruction)
+    header = functools.partial(run_header, run, frozen)
     if options.command == "emit":
-        return emit_requests(runner, header, jobs, ledger, out)
+        return emit_requests(run, header, jobs, ledger, out)
     say.aside()                     # what is paid for must not wait for a terminal
     if options.batch_api:
-        run_by_jobs(runner, header, jobs, ledger, say)
+        run_by_jobs(run, header, jobs, ledger, say)
     else:
-        Pool(runner).work(ledger, header, say)
+        Pool(run).work(ledger, header, say)
     say.finish()
     out.aside()
-    answered, quarantined, items = (sum(arm.state.count(flags) for arm in runner.arms)
-                                    for flags in (ANSWERED, QUARANTINED, FROZEN))
+    answered, quarantined, items = (
+        sum(arm.state.count(flags) for arm in run.arms)
+        for flags in (ANSWERED, QUARANTINED, FROZEN))
     summary = "%d of %d items answered%s, %d quarantined" % (
-        answered, items, " (not all on the ledger)" * ledger.astray, quarantined)
-    if runner.tally.calls:
+        answered, items, " (not all on the ledger)" if ledger.astray else "", quarantined)
+    if run.tally.calls:
         out("%s, %d pending" % (summary, items - answered - quarantined))
-        out(spent_words(runner))
-    elif not runner.code:
-        by = ["%s at size %d" % name for name in state.answered_by]
-        words = "; answered by %s. Another model or size reopens nothing: to ask afresh, name another --ledger"
-        same = set(state.answered_by) <= {(model.name, runner.arms[0].size)}
-        out("nothing to do: " + summary + ("" if same else words % ", ".join(by)))
-    return closing_words(runner, answered, quarantined, out)
+        out(spent_words(run))
+    elif not run.code:
+        out("nothing to do: " + summary + answered_words(run))
+    return closing_words(run, answered, quarantined, out)
 
 
-def run_header(runner: Run, frozen: InputCount) -> Dict[str, Any]:
+def answered_words(run: Run) -> str:
+    """What answered, where it is not what is asked for now."""
+    by = run.arms[0].state.answered_by
+    if set(by) <= {(run.model.name, run.arms[0].size)}:
+        return ""
+    return ("; answered by %s. Another model or size reopens nothing: to ask again, name another "
+            "--ledger" % ", ".join("%s at size %d" % name for name in by))
+
+
+KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
+        "deadline")             # options that stand in a run's row under their own names
+
+
+def run_header(run: Run, frozen: InputCount) -> Members:
     """The members of a run's own row."""
-    options, state, task, model = runner.options, runner.arms[0].state, runner.task, runner.model
-    asked = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls", "deadline")
+    options = run.options
+    task = run.task
+    model = run.model
+    first = run.arms[0]
+    trial = options.command == "trial"
     return {
-        "model": model.name, "host": model.host, "stage": task.stage, "fingerprint": task.fingerprint,
-        "task": task.document(), "form": task.form, "params": model.params, "api_version": model.api_version,
-        "arms": None if state.arm is None else [pending.size for pending in runner.arms],
-        **{name: getattr(options, name) for name in asked}, "policy": runner.arms[0].policy._asdict(),
-        "strict_order": options.order == "strict", "retry_params": runner.retry_params,
-        "input": runner.arms[0].source.name, **frozen._asdict(), "digest": state.digest(options.id_length),
-        "shard": "%d/%d" % options.shard if options.shard != (1, 1) else None, "harness": __version__,
-        "python": sys.version.split()[0]}
+        "model": model.name,
+        "host": model.host,
+        "stage": task.stage,
+        "fingerprint": task.fingerprint,
+        "task": task.document(),
+        "form": task.form,
+        "params": model.params,
+        "api_version": model.api_version,
+        "arms": [pending.size for pending in run.arms] if trial else None,
+        **{name: getattr(options, name) for name in KEPT},
+        "policy": first.policy._asdict(),
+        "strict_order": options.order == "strict",
+        "retry_params": run.retry_params,
+        "input": first.source.name,
+        **frozen._asdict(),
+        "digest": first.state.digest(options.id_length),
+        "shard": "%d/%d" % options.shard if given(options, "shard") else None,
+        "harness": __version__,
+        "python": sys.version.split()[0],
+    }
 
 
-def say_baseline(state: State, task: Task, model: Model, options: Settings, say: Speaker) -> None:
-    """Say when nothing on the ledger, or on the one named as baseline, shows what the model does at size 1."""
-    base = State(task)
+def say_baseline(run: Run, say: Speaker) -> None:
+    """Say when a run of batches has no ledger that shows what the model does at size 1."""
+    options = run.options
+    name = run.model.name
+    if options.command != "run" or options.batch_size == 1 or is_demo(name):
+        return
+    singles = run.arms[0].state.singles[name]
     if options.baseline is not None and not os.path.samefile(options.baseline, options.ledger):
+        base = State(run.task)
         for row in Log(options.baseline):
             base.apply(row)
-    singles = state.singles[model.name] + base.singles[model.name]
+        singles += base.singles[name]
     if singles < BASELINE:
-        say("no baseline: %d of %d single calls of this task and model; `trial` tells whether size %d is safe, and "
-            "--baseline LEDGER names a ledger that has them" % (singles, BASELINE, options.batch_size))
+        say("no baseline: %d of %d single calls of this task and model; `trial` tells whether size "
+            "%d is safe, and --baseline LEDGER names a ledger that has them" % (
+                singles, BASELINE, options.batch_size))
 
 
-def spent_words(runner: Run) -> str:
+def spent_words(run: Run) -> str:
     """What a run has spent."""
-    figures, tally = runner.figures, runner.tally
-    tokens = "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out) if figures.tokens_in else ""
-    return "this run: %d calls, first pass ok %s full batches, %d fallback calls, %d calls without a reply%s" % (
-        tally.calls, rate(figures.first_ok, figures.first), figures.fallbacks, tally.failures, tokens)
+    figures, tally = run.figures, run.tally
+    words = ("this run: %d calls, first pass ok %s full batches, %d fallback calls, "
+             "%d calls without a reply" % (
+                 tally.calls, rate(figures.first_ok, figures.first), figures.fallbacks,
+                 tally.failures))
+    if figures.tokens_in:
+        words += "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out)
+    return words
 
 
-def closing_words(runner: Run, answered: int, quarantined: int, out: Speaker) -> int:
+def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
     import shlex
-    tally, options, code, reason = runner.tally, runner.options, runner.code, runner.reason
-    not_accepted = runner.figures.verdicts
-    words = ["%s %d (such as %s)" % (code, not_accepted[code], row["batch"][0])
-             for code, row in runner.examples.items()]
-    if words:
-        out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(words))
-    unfrozen = max(pending.unfrozen for pending in runner.arms)
+    options, code, reason = run.options, run.code, run.reason
+    if run.examples:
+        out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(
+            "%s %d (such as %s)" % (verdict, run.figures.verdicts[verdict], row["batch"][0])
+            for verdict, row in run.examples.items()))
+    unfrozen = max(pending.unfrozen for pending in run.arms)
     if unfrozen and options.command == "run":
-        out("the input changed: %d rows that were not there at first were not asked; run again" % unfrozen)
-    if tally.lost:
-        out("%d replies could not be written to the ledger; their calls are made again" % tally.lost)
-    if runner.left and not code:
-        some = ["%s (%s)" % entry for entry in list(runner.left.items())[:3]]
-        reason, code = "%d items got no reply after %d tries, such as %s" % (
-            len(runner.left), MAX_FAILURES, ", ".join(some)), STOPPED
-    if code == WAITING:
-        out("waiting: %s; run the same command again to go on" % reason)
-    elif code:
-        out("stopped early: " + reason + "; then run the same command again to go on" * ("--abandon" not in reason))
+        out("the input changed: %d rows that were not there at first were not asked; run again"
+            % unfrozen)
+    if run.tally.lost:
+        out("%d replies could not be written to the ledger; their calls are made again"
+            % run.tally.lost)
+    if run.left and not code:
+        code = STOPPED
+        reason = "%d items got no reply after %d tries, such as %s (%s)" % (
+            len(run.left), MAX_FAILURES, *next(iter(run.left.items())))
     if code:
+        out("%s: %s%s" % (
+            "waiting" if code == WAITING else "stopped early", reason,
+            "" if "--abandon" in reason else "; run the same command again to go on"))
         return code
-    if quarantined and options.command == "trial":
-        out("quarantined items stay so in this trial; `explain ID --ledger %s` says why; mend that, then take another "
-            "--ledger" % shlex.quote(options.ledger))
-    elif quarantined:
-        out("quarantined items stay out of later runs; an export names them, `explain ID --ledger %s` says why; then "
-            "--retry-quarantined" % shlex.quote(options.ledger))
-    if options.command == "trial":
-        out("next: python3 batch_harness.py report --ledger " + shlex.quote(options.ledger))
-    elif answered and options.input != "-":
-        other = runner.arms[0].state.other_tasks
-        out("next: " + export_words(options, runner.task.fingerprint if other else None))
+    trial = options.command == "trial"
+    if quarantined:
+        out("quarantined items stay out of later runs; `%s` says why; fix that, then %s" % (
+            shlex.join(("explain", "ID", "--ledger", options.ledger)),
+            "take another --ledger" if trial else "--retry-quarantined"))
+    if trial or (answered and options.input != "-"):
+        words = ["report", "--ledger", options.ledger] if trial else export_words(run)
+        out("next: python3 batch_harness.py " + shlex.join(words))
     return QUARANTINED_LEFT if quarantined else DONE
 
 
-def export_words(options: Settings, fingerprint: Optional[str]) -> str:
-    """The command that exports what this run answered, as one would type it."""
-    import shlex
-    words = ["python3", "batch_harness.py", "export", "--ledger", options.ledger]
-    for name in ("input", "input_format", "text_field", "id_field", "template", "table", "query"):
-        if getattr(options, name):
-            words += ["--" + name.replace("_", "-"), getattr(options, name)]
-    words += ["--skip-bad"] * options.skip_bad
-    words += ["--id-length", str(options.id_length)] * (options.id_length != ID_LENGTH)
-    words += ["--fingerprint", fingerprint] if fingerprint else []
-    return " ".join(map(shlex.quote, [*words, "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]))
+def export_words(run: Run) -> List[str]:
+    """The command that exports what this run answered."""
+    options = run.options
+    words = ["export", "--ledger", options.ledger]
+    for name in ("input", "input_format", "text_field", "id_field", "template", "table", "query",
+                 "id_length"):
+        if given(options, name):
+            words += [spelled(name), str(getattr(options, name))]
+    if options.skip_bad:
+        words.append("--skip-bad")
+    if run.arms[0].state.other_tasks:
+        words += ["--fingerprint", run.task.fingerprint]
+    return [*words, "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]
 
 
 def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -7832,16 +7936,79 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
     task = ledger_task(ledgers, options.stage, options.fingerprint)
     tally: Counter[str] = collections.Counter()
     with contextlib.closing(Source(options)) as source:
-        if not options.skip_bad:
-            collections.deque(source.good_rows(), maxlen=0)                    # refuses bad rows
+        if not options.skip_bad:                    # bad rows are refused before a file is made
+            collections.deque(source.good_rows(), maxlen=0)
         rows = exported(source, task, ledgers, options.id_length)
         export(counted(rows, tally), options.output, task, options.raw_csv)
-    target = "standard output" if options.output == "-" else options.output
+    target = options.output if given(options, "output") else "standard output"
     say("%d rows to %s: %s" % (sum(tally.values()), target, as_counts(tally)))
     if not tally["answered"] and not tally["quarantined"]:
-        say("no text of this input has an answer on %s (a trial's are not exported); check --ledger, --input and "
-            "--text-field" % ", ".join(ledgers))
+        say("no text of this input has an answer on %s (a trial's are not exported); check "
+            "--ledger, --input and --text-field" % ", ".join(ledgers))
     return DONE
+
+
+COMMANDS: Dict[str, Tuple[str, Callable[[Settings, Speaker, Speaker], int]]] = {
+    "run": ("ask about every item that has no answer yet", command_run),
+    "trial": ("ask a sample at several batch sizes, to compare", command_run),
+    "emit": ("write the requests to a file, for another engine", command_run),
+    "collect": ("take in that engine's results", command_collect),
+    "report": ("what the calls on ledgers came to, and which size is safe", command_report),
+    "explain": ("all that is known of one item", command_explain),
+    "export": ("join the answers to the input, in its order", command_export),
+    "audit": ("check every line of ledgers, and the numbers", command_audit),
+    "apply": ("write answers into a table of SQLite", command_apply),
+}
+
+
+def parser(typed: str) -> Parser:
+    """The command line: each of COMMANDS, and the options of the one that is typed."""
+    codes = "; ".join("%d %s" % entry for entry in EXITS.items())
+    top = Parser(
+        prog="batch_harness", allow_abbrev=False,
+        description="Ask a language model about many short texts, and keep only answers that "
+                    "prove whose they are. Without a command: run.",
+        epilog="Each command has its own --help. Exit codes: " + codes)
+    top.add_argument("--version", action="version", version="batch_harness " + __version__)
+    commands = top.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
+    for name, (purpose, _) in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=purpose, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+        if name == typed:
+            add_options(command)
+    return top
+
+
+def add_options(command: Parser) -> None:
+    """Add those of OPTIONS that a command has."""
+    mine = False
+    for line in OPTIONS.strip().split("\n"):
+        if not line.startswith(" "):
+            group = command.add_argument_group(line[:-1])
+        elif not line.startswith("    "):
+            mine = command.prog.split()[-1] in line.split()
+        elif mine:
+            add_option(group, *re.split("  +", line.strip()))
+
+
+def add_option(group: Any, typed: str, words: str) -> None:
+    """Add one option, with what it takes, to a group of argparse's."""
+    option, _, takes = typed.partition(" ")
+    word = takes.rstrip("!+")
+    more: Dict[str, Any] = {"metavar": word} if word else {"action": "store_true"}
+    if word in TAKES:
+        more["type"] = functools.partial(option_value, word)
+    if "|" in word:
+        more["choices"] = word.split("|")
+    if "=" in word:
+        more["action"] = "append"
+    if takes.endswith("+"):
+        more.update(nargs="+", action="extend")
+    if takes.endswith("!"):
+        more["required"] = True
+    if typed in FIELDS:
+        more["dest"] = FIELDS[typed]
+    group.add_argument(option, help=words, **more)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -7849,7 +8016,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
         words.insert(0, "run")
-    for descriptor in (0, 1, 2):            # one that is closed would be given to the next file, such as the ledger
+    for descriptor in (0, 1, 2):    # one that is closed would be given to the next file
         try:
             os.fstat(descriptor)
         except OSError:
@@ -7857,36 +8024,39 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
         if sys.getfilesystemencoding() != "utf-8" and any(map(SURROGATE.search, words)):
-            raise HarnessError("what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
-        options = Settings(**vars(parser().parse_args(words)))
-        command = {"report": command_report, "explain": command_explain, "export": command_export,
-                   "collect": command_collect, "audit": command_audit, "apply": command_apply}.get(
-                       options.command, command_run)
-        code = command(options, say, out)
+            raise HarnessError(
+                "what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
+        options = Settings(**vars(parser(words[0]).parse_args(words)))
+        check_options(options)
+        code = COMMANDS[options.command][1](options, say, out)
         out.finish()
         if out.full:
-            say("batch_harness: standard output could not be written: no space is left; make room and type it again")
-        return code or STOPPED * out.full
+            say("batch_harness: standard output could not be written: no space is left; make room "
+                "and type it again")
+            code = code or STOPPED
+        return code
     except HarnessError as error:
         for line in (*error.lines, "batch_harness: %s" % error):
             say(re.sub(r"\s*\n\s*", " ", line))
         return USAGE
-    except ImportError as error:        # of the standard library: some Pythons are built without parts of it
-        say("batch_harness: this Python has no module %s, and this command needs it; use another Python" % error.name)
+    except ImportError as error:    # some Pythons are built without parts of the standard library
+        say("batch_harness: this Python has no module %s, and this command needs it; use another "
+            "Python" % error.name)
         return USAGE
     except KeyboardInterrupt:
         say("batch_harness: interrupted; run the same command again")
         return INTERRUPTED
-    except BrokenPipeError:             # whoever read the export has seen enough
+    except BrokenPipeError:         # whoever read the export has seen enough
         return STOPPED
-    except OSError as error:            # a disk that failed: what was answered is on the ledger
-        say("batch_harness: %s; then run the same command again, what is on the ledger counts" % error)
+    except OSError as error:        # a disk that failed: what was answered is on the ledger
+        say("batch_harness: %s; then run the same command again, what is on the ledger counts"
+            % error)
         return STOPPED
-    except Exception as error:          # no code but 3 says what is true: stopped, and the ledger can be gone on with
+    except Exception as error:      # no code but 3 is true: the ledger can be gone on with
         import traceback
         where = traceback.extract_tb(error.__traceback__)[-1]
-        say("batch_harness: a fault of its own in %s, line %s: %s: %s; please report it, nothing on the ledger is lost"
-            % (where.name, where.lineno, type(error).__name__, error))
+        say("batch_harness: a fault of its own in %s, line %s: %s: %s; please report it, nothing "
+            "on the ledger is lost" % (where.name, where.lineno, type(error).__name__, error))
         return STOPPED
     finally:
         say.finish()
@@ -7894,8 +8064,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def program() -> None:
-    """The command line as a process, which ends with main's code, whatever a late Ctrl-C or a terminal does."""
-    heeded, code = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN, INTERRUPTED
+    """The command line as a process: it ends with main's code, whatever comes late."""
+    heeded = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    code = INTERRUPTED
     with contextlib.suppress(KeyboardInterrupt):        # in main's own first or last steps
         if heeded:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -7903,7 +8074,7 @@ def program() -> None:
     if heeded:
         signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
     if any(thread.name == SPEAKER for thread in threading.enumerate()):
-        os._exit(code)                  # Python's own last flush would wait for ever
+        os._exit(code)              # Python's own last flush would wait for ever
     sys.exit(code)
 
 

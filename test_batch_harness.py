@@ -6830,303 +6830,364 @@ class Demonstrations(Case):
 # ====================================================================================================================
 
 class CommandLine(Case):
-    def without(self, modules, *argv):
-        """The program in a Python that lacks modules: exit code and standard error."""
-        start = "import runpy, sys; sys.modules.update(dict.fromkeys(%r)); sys.argv[:] = %r; runpy.run_path(%r, run_name='__main__')"
-        run = subprocess.run([sys.executable, "-c", start % (modules, [PROGRAM, *argv], PROGRAM)], capture_output=True)
-        return run.returncode, run.stderr.decode()
+    DEMO = "--input items.jsonl --model demo "
+    PROGRAM = "%s %s " % (shlex.quote(sys.executable), shlex.quote(PROGRAM))
+
+    def typed(self, line):
+        return self.main(*shlex.split(line))
+
+    def shell(self, line):
+        line = line.replace("PROGRAM ", self.PROGRAM)
+        return subprocess.run(line, shell=True, capture_output=True)
+
+    # modules that a Python may lack: a command that needs them, or one that does not
+    LACKING = """
+        ssl,_ssl            needs   --input items.jsonl --model m --base-url https://127.0.0.1:9
+        ssl,_ssl            --input items.jsonl --model demo --ledger new/1.jsonl
+        encodings.idna      needs   --input items.jsonl --model m --base-url http://127.0.0.1:9
+        encodings.idna      --input items.jsonl --model demo --ledger new/2.jsonl
+        zlib                needs   --input a.jsonl.gz --model demo
+        zlib                --input items.jsonl --model demo --ledger new/3.jsonl
+        fcntl,msvcrt        needs   --input items.jsonl --model demo
+        fcntl,msvcrt        --input items.jsonl --model demo --dry-run
+        sqlite3,_sqlite3    needs   --input a.db --table t --model demo
+        sqlite3,_sqlite3    needs   export --input items.jsonl --ledger l.jsonl --output out.db
+        sqlite3,_sqlite3    needs   apply --ledger l.jsonl --database a.db --table t --batch-column b
+        sqlite3,_sqlite3    --input items.jsonl --model demo --ledger new/4.jsonl
+        sqlite3,_sqlite3    --help
+    """
 
     def test_a_python_without_a_module_does_all_that_does_not_need_it(self):
         self.items_file(2)
         self.write("a.jsonl.gz", gzip.compress(b'"a"\n'))
         sqlite3.connect("a.db").close()
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "demo", "--ledger", "l.jsonl")[0], 0)
+        self.typed(self.DEMO + "--ledger l.jsonl")
         before = self.bytes("l.jsonl")
-        online = ("--input", "items.jsonl", "--model", "m", "--base-url")
-        table = ("apply", "--ledger", "l.jsonl", "--database", "a.db", "--table", "t", "--batch-column", "b")
-        for modules, needing in (
-                (("ssl", "_ssl"), [(*online, "https://127.0.0.1:9/v1")]), (("encodings.idna",), [(*online, "http://127.0.0.1:9/v1")]),
-                (("zlib",), [("--input", "a.jsonl.gz", "--model", "demo")]), (("fcntl", "msvcrt"), [("--input", "items.jsonl", "--model", "demo")]),
-                (("sqlite3", "_sqlite3"), [("--input", "a.db", "--table", "t", "--model", "demo"), table, ("export", "--input", "items.jsonl", "--ledger", "l.jsonl", "--output", "out.db")])):
-            for argv in needing:
-                with self.subTest(modules=modules, argv=argv):
-                    code, err = self.without(modules, *argv)
-                    self.assertEqual((code, len(err.splitlines())), (2, 1), err)
-                    self.assertIn("batch_harness: this Python has no module %s, and this command needs it; use another Python" % modules[0], err)
-            self.assertEqual((sorted(os.listdir(".")), self.bytes("l.jsonl")), (["a.db", "a.jsonl.gz", "items.jsonl", "l.jsonl"], before))
-            for argv in (("--help",), ("--input", "items.jsonl", "--model", "demo", *(["--dry-run"] if "fcntl" in modules else ["--ledger", modules[0] + "/new.jsonl"]))):
-                self.assertEqual(self.without(modules, *argv), (0, mock.ANY), (modules, argv))
-            shutil.rmtree(modules[0], ignore_errors=True)
+        for row in self.LACKING.strip().splitlines():
+            modules, *needs, line = re.split("  +", row.strip())
+            start = ("import runpy, sys; sys.modules.update(dict.fromkeys(%r)); "
+                     "sys.argv[1:] = %r; runpy.run_path(%r, run_name='__main__')" % (
+                         modules.split(","), line.split(), PROGRAM))
+            run = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
+            with self.subTest(row):
+                self.assertEqual(run.returncode, 2 * len(needs), run.stderr)
+                if needs:
+                    self.assertRegex(run.stderr, "^batch_harness: this Python has no module %s, "
+                                     "and this command needs it.*\n\\Z" % modules.split(",")[0])
+        self.assertEqual(sorted(os.listdir(".")),
+                         ["a.db", "a.jsonl.gz", "items.jsonl", "l.jsonl", "new"])
+        self.assertEqual(self.bytes("l.jsonl"), before)
 
     def test_the_command_for_the_next_step_works_as_it_is_printed(self):
-        self.write("my reviews.csv", "key;body\n1;a\n2;b\n3;\n".replace(";", ","))
-        out = self.main("--input", "my reviews.csv", "--text-field", "body", "--id-field", "key", "--skip-bad", "--id-length", "16", "--model", "demo")[1]
-        [line] = [line for line in out.splitlines() if line.startswith("next: ")]
-        self.assertEqual(self.main(*shlex.split(line[len("next: python3 batch_harness.py "):]))[0], 0)
-        with open("runs/ledger-answers.csv", encoding="utf-8", newline="") as file:
-            self.assertEqual([row["status"] for row in csv.DictReader(file)], ["answered", "answered", "skipped"])
-        self.main("--input", "my reviews.csv", "--text-field", "body", "--skip-bad", "--model", "demo", "--instruction", "other")
-        out = self.main("--input", "my reviews.csv", "--text-field", "body", "--skip-bad", "--model", "demo", "--instruction", "other")[1]
-        self.assertEqual(self.main(*shlex.split(out.splitlines()[-1][len("next: python3 batch_harness.py "):]))[0], 0)
+        self.write("my reviews.csv", "key,body\n1,a\n2,b\n3,\n")
+        asked = "--input 'my reviews.csv' --text-field body --id-field key --skip-bad --model demo "
+        again = asked + "--instruction other"
+        for line in (asked + "--id-length 16", again, again):
+            *_, last = self.typed(line)[1].splitlines()
+            self.assertEqual(self.typed(last[len("next: python3 batch_harness.py "):])[0], 0, last)
+            with open("runs/ledger-answers.csv", encoding="utf-8", newline="") as file:
+                statuses = [row["status"] for row in csv.DictReader(file)]
+            self.assertEqual(statuses, ["answered", "answered", "skipped"])
 
-    def test_skipping_every_row_is_no_success(self):
-        self.write("a.csv", "body\na\nb\n")
-        self.assertIn('no field "text"', self.refused("--input", "a.csv", "--model", "demo", "--skip-bad"))
+    # a line: words of its refusal; after RUN what asks about a file of one item
+    REFUSED = r"""
+        run                                         --input
+        frobnicate                                  invalid choice
+        report --nothing                            unrecognized arguments: --nothing
+        report --api-key=sk-1                       --api-key=***
+        --input a.csv --model demo --skip-bad       no field "text"
+        RUN --inp items.jsonl                       --inp
+        RUN --batch-size 0                          a whole number from 1
+        RUN --batch-size x                          a whole number from 1
+        RUN --batch-size -1                         --batch-size
+        RUN --param temperature                     NAME=JSON
+        RUN --param temperature=hot                 NAME=JSON
+        RUN --param messages=[]                     set for you
+        RUN --param a=1 --param a=2                 --param a is given 2 times
+        RUN --retry-param a=1 --retry-param a=1     --retry-param a is given 2 times
+        RUN --deadline soon                         a duration
+        RUN --deadline 0s                           a duration
+        RUN --timeout 99999999999                   a duration
+        RUN --timeout 597h                          a duration
+        RUN --timeout 0                             a duration
+        RUN --workers 9999999999                    from 1 to 1024
+        RUN --workers 1025                          from 1 to 1024
+        RUN --id-length 8                           from 12 to 32
+        RUN --order x                               invalid choice
+        RUN --shard 3/2                             --shard 3/2
+        RUN:delay=99999999999999999999              demo
+        RUN --labels only                           plain commas
+        RUN --labels a，b                           plain commas
+        RUN --labels a、b                           plain commas
+        RUN --ledger items.jsonl                    --ledger, --input
+        RUN --template $a --text-field b            --template and --text-field
+        RUN --table a --query b                     --table and --query
+        RUN --task t --instruction i                --task holds the instruction
+        RUN --task t --labels a,b                   --task holds the labels
+        RUN --task t --stage s                      --task holds the stage
+        RUN --batch-api --max-calls 1               --max-calls means nothing to batch jobs
+        RUN --no-wait                               --no-wait is about batch jobs
+        RUN --abandon j                             --abandon is about batch jobs
+        RUN --finish online                         --finish is about batch jobs
+    """
 
-    def test_labels_that_are_no_choice_are_refused(self):
+    def test_what_makes_no_sense_is_refused_in_one_line_that_names_it(self):
         self.items_file(1)
-        for labels in ("only", "\u6b63\u9762\uff0c\u8d1f\u9762", "\u6b63\u9762\u3001\u8d1f\u9762"):
-            self.assertIn("plain commas", self.refused("--input", "items.jsonl", "--model", "demo", "--labels", labels))
+        self.write("a.csv", "body\na\nb\n")
+        self.assertIn("--input", self.refused())
+        for row in self.REFUSED.strip().splitlines():
+            line, words = re.split("  +", row.strip())
+            with self.subTest(line):
+                err = self.refused(*shlex.split(line.replace("RUN", self.DEMO.strip())))
+                self.assertIn(words, err)
+                self.assertEqual(len(err.splitlines()), 1, err)
 
     def test_a_dry_run_needs_no_key(self):
         self.items_file(1)
-        self.assertEqual(self.main("--input", "items.jsonl", "--model", "openai:x", "--dry-run")[0], 0)
+        self.assertEqual(self.typed("--input items.jsonl --model openai:x --dry-run")[0], 0)
 
-    def test_usage_errors_are_one_line_and_exit_two(self):
+    def test_a_run_says_on_the_ledger_which_version_it_was(self):
         self.items_file(1)
-        for words in ([], ["run"], ["report", "--nothing"], ["--input", "items.jsonl", "--batch-size", "0", "--model", "demo"], ["frobnicate"],
-                      ["--input", "items.jsonl", "--batch-size", "x"], ["--input", "items.jsonl", "--param", "temperature"], ["--inp", "items.jsonl"],
-                      ["--input", "items.jsonl", "--param", "temperature=hot"], ["--input", "items.jsonl", "--param", "messages=[]"],
-                      ["--input", "items.jsonl", "--deadline", "soon"], ["--input", "items.jsonl", "--id-length", "8"], ["--input", "items.jsonl", "--order", "x"]):
-            err = self.refused(*words)
-            self.assertEqual(len(err.splitlines()), 1, err)
+        self.typed(self.DEMO)
+        self.assertEqual(self.rows(LEDGER, "run")[0]["harness"], bh.__version__)
 
     def test_help_names_every_command_option_group_and_exit_code(self):
-        for words, names in ((["--help"], ["run", "report", "export", *("%d %s" % entry for entry in bh.EXITS.items())]),
-                             (["run", "--help"], ["--input", "--instruction", "--model", "--batch-size", "--dry-run"]),
-                             (["--version"], [bh.__version__])):
-            out, err = self.process(*words).communicate()
-            self.assertEqual(err, b"")
+        exits = ["%d %s" % entry for entry in bh.EXITS.items()]
+        options = ["--input", "--instruction", "--model", "--batch-size", "--dry-run"]
+        for line, names in (("--help", [*bh.COMMANDS, *exits]), ("run --help", options),
+                            ("--version", [bh.__version__])):
+            run = self.shell("PROGRAM " + line)
+            self.assertEqual(run.stderr, b"")
             for name in names:
-                self.assertIn(name, " ".join(out.decode().split()))
+                self.assertIn(name, " ".join(run.stdout.decode().split()))
 
     def test_the_file_alone_does_everything_isolated_and_without_a_home(self):
-        with open(PROGRAM, "rb") as file:
-            self.write("a \u540d/batch_harness.py" if os.mkdir("a \u540d") is None else "", file.read())
+        os.mkdir("a \u540d")
+        shutil.copy(PROGRAM, "a \u540d")
         self.items_file(3)
-        for flags in (["-I"], ["-I", "-O"], ["-I", "-X", "utf8=0"]):
-            run = subprocess.run([sys.executable] + flags + ["a \u540d/batch_harness.py", "--input", "items.jsonl", "--model", "demo", "--ledger",
-                                 "runs/%d.jsonl" % len(flags)], env={"LC_ALL": "C"}, capture_output=True)
+        for flags in ("-I", "-I -O", "-I -X utf8=0"):
+            line = "%s 'a \u540d/batch_harness.py' %s --ledger 'l%s'" % (flags, self.DEMO, flags)
+            run = subprocess.run([sys.executable, *shlex.split(line)], env={"LC_ALL": "C"},
+                                 capture_output=True)
             self.assertEqual(run.returncode, 0, run.stderr)
 
     def test_an_output_that_is_closed_early_gives_no_traceback(self):
         self.items_file(300)
-        for command in ("%s | head -n 1", "%s 2>&1 | true", "%s --dry-run | true"):
-            line = command % (shlex.quote(sys.executable) + " " + shlex.quote(PROGRAM) + " --input items.jsonl --model demo")
-            run = subprocess.run(line, shell=True, capture_output=True)
-            self.assertNotIn(b"Traceback", run.stderr + run.stdout, command)
-            self.assertNotIn(b"BrokenPipe", run.stderr + run.stdout, command)
+        for more in ("| head -n 1", "2>&1 | true", "--dry-run | true"):
+            run = self.shell("PROGRAM " + self.DEMO + more)
+            self.assertNotRegex(run.stderr + run.stdout, b"Traceback|BrokenPipe", more)
 
     @unittest.skipUnless(os.path.exists("/dev/full"), "needs a full device")
     def test_a_summary_that_finds_no_space_is_said_and_exit_three(self):
         self.items_file(2)
-        with open("/dev/full", "wb") as full:
-            run = self.process("--input", "items.jsonl", "--model", "demo", stdout=full)
-        err = run.communicate(timeout=20)[1]
-        self.assertEqual((run.returncode, b"no space is left" in err, len(self.rows("runs/ledger.jsonl"))), (3, True, 2), err)
+        run = self.shell("PROGRAM %s > /dev/full" % self.DEMO)
+        self.assertEqual((run.returncode, len(self.rows(LEDGER))), (3, 2))
+        self.assertIn(b"no space is left", run.stderr)
 
     def test_a_closed_standard_error_ends_up_nowhere(self):
         self.items_file(6)
-        self.write("mine.py", "import json, os, re, time\ndef ask(prompt):\n    os.write(2, b'a warning of a library\\n')\n    time.sleep(0.1)\n"
-                   "    return json.dumps([{'id': i, 'answer': 'x'} for i in re.findall('<item id=\"(.*?)\"', prompt)])\n")
-        line = "%s %s --input items.jsonl --model py:mine.py:ask 2>&- > out" % (shlex.quote(sys.executable), shlex.quote(PROGRAM))
-        self.assertEqual(subprocess.run(line, shell=True, check=False).returncode, 0)
+        self.write("mine.py", r"""
+import json, os, re
+def ask(prompt):
+    os.write(2, b"a warning of a library\n")
+    asked = re.findall('<item id="(.*?)"', prompt)
+    return json.dumps([{"id": name, "answer": "x"} for name in asked])
+""")
+        run = self.shell("PROGRAM --input items.jsonl --model py:mine.py:ask 2>&- > out")
+        self.assertEqual(run.returncode, 0)
         self.assertEqual(len(self.bytes().splitlines()), 7)
         self.assertNotIn(b"warning", self.bytes())
 
     def test_the_exit_code_survives_a_closed_output(self):
-        line = "{ %s %s --bogus; echo $? > code; } 2>&1 | true" % (shlex.quote(sys.executable), shlex.quote(PROGRAM))
-        subprocess.run(["bash", "-c", "{ sleep 0.3; %s" % line[2:]], check=False)
+        self.shell("{ sleep 0.3; PROGRAM --bogus; echo $? > code; } 2>&1 | true")
         self.assertEqual(self.bytes("code"), b"2\n")
         self.items_file(2)
-        self.main("--input", "items.jsonl", "--model", "demo")
-        line = "%s %s export --input items.jsonl %%s >&-" % (shlex.quote(sys.executable), shlex.quote(PROGRAM))
+        self.typed(self.DEMO)
         for more, code in (("--output a.jsonl", 0), ("", 2)):
-            run = subprocess.run(line % more, shell=True, stderr=subprocess.PIPE)
+            run = self.shell("PROGRAM export --input items.jsonl %s >&-" % more)
             self.assertEqual(run.returncode, code, run.stderr)
             self.assertNotIn(b"Traceback", run.stderr)
 
     @unittest.skipUnless(os.name == "posix", "sends signals")
     def test_an_interrupt_while_python_starts_or_ends_is_no_traceback(self):
-        interrupt = "import os, signal, time\n%sos.kill(os.getpid(), signal.SIGINT)\n"
+        kill = "import atexit, os, signal\ndef kill():\n    os.kill(os.getpid(), signal.SIGINT)\n"
         self.items_file(1)
         os.mkdir("copy")
-        shutil.copy(PROGRAM, "copy")
-        self.write("copy/argparse.py", interrupt % "")
-        run = subprocess.run([sys.executable, "copy/batch_harness.py", "--version"], capture_output=True, preexec_fn=usual_signals)
-        self.assertEqual((run.returncode, run.stdout, run.stderr), (130, b"", b"batch_harness: interrupted; nothing was called\n"))
-        self.write("mine.py", "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\ndef ask(prompt):\n    return ''\n")
-        run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask")
-        out, err = run.communicate(timeout=20)
-        self.assertEqual((run.returncode, b"Traceback" in err), (1, False), err)
+        self.write("copy/argparse.py", kill + "kill()\n")
+        self.write("mine.py", kill + "atexit.register(kill)\ndef ask(prompt):\n    return ''\n")
+        for line, path, code, words in (
+                ("--version", "copy", 130, b"^batch_harness: interrupted; nothing was called\n\\Z"),
+                ("--input items.jsonl --model py:mine.py:ask", "", 1, b"^(?!Traceback)")):
+            run = self.process(*line.split(), env=dict(os.environ, PYTHONPATH=path))
+            err = run.communicate(timeout=20)[1]
+            self.assertEqual(run.returncode, code, err)
+            self.assertRegex(err, words)
 
     def test_an_interrupt_of_a_command_is_one_line_and_exit_130(self):
-        with mock.patch.object(bh, "command_report", side_effect=KeyboardInterrupt):
-            self.assertEqual(self.main("report"), (130, "", "batch_harness: interrupted; run the same command again\n"))
+        said = (130, "", "batch_harness: interrupted; run the same command again\n")
+        with mock.patch.object(bh, "Settings", side_effect=KeyboardInterrupt):
+            self.assertEqual(self.main("report"), said)
 
     def test_what_a_server_says_cannot_steer_the_terminal(self):
-        stream = io.StringIO()
-        bh.Speaker(stream)("a\x1b]0;x\x07b\x9bc\td\ne")
-        self.assertEqual(stream.getvalue(), "a?]0;x?b?c\td\ne\n")
-        for mark in "\u202a\u202e\u2066\u2069":             # these write backwards what follows
-            bh.Speaker(stream)(mark)
-        self.assertTrue(stream.getvalue().endswith("e\n?\n?\n?\n?\n"))
+        for said, shown in (("a\x1b]0;x\x07b\x9bc\td\ne", "a?]0;x?b?c\td\ne"),
+                            ("\u202a\u202e\u2066\u2069", "????")):      # these turn a line round
+            stream = io.StringIO()
+            bh.Speaker(stream)(said)
+            self.assertEqual(stream.getvalue(), shown + "\n")
 
     def test_letters_that_the_locale_cannot_hold_are_refused_in_words(self):
         self.items_file(1)
-        env = dict(os.environ, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
-        words = ["--input", "items.jsonl", "--model", "demo", "--instruction", b"Gut f\xc3\xbcr wen?"]
-        run = subprocess.run([sys.executable, PROGRAM] + words, env=env, capture_output=True)
+        run = self.shell("LC_ALL=C PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 PROGRAM %s "
+                         "--instruction 'Gut für wen?'" % self.DEMO)
         if run.returncode:              # where file names are UTF-8 in any locale it just works
             self.assertEqual((run.returncode, run.stderr.count(b"\n")), (2, 1))
             self.assertIn(b"set LC_ALL=C.UTF-8", run.stderr)
 
-    def test_numbers_beyond_all_use_are_refused(self):
-        self.items_file(1)
-        for words in (["--timeout", "99999999999"], ["--timeout", "597h"], ["--timeout", "0"], ["--deadline", "0s"], ["--workers", "9999999999"], ["--workers", "1025"], ["--batch-size", "-1"]):
-            self.refused("--input", "items.jsonl", "--model", "demo", *words)
-        self.refused("--input", "items.jsonl", "--model", "demo:delay=99999999999999999999")
 
-    def test_options_that_contradict_each_other_are_refused_naming_both(self):
-        self.items_file(1)
-        for words, names in ((["--ledger", "items.jsonl"], ("--ledger", "--input")), (["--table", "a", "--query", "b"], ("--table", "--query")),
-                             (["--template", "$a", "--text-field", "b"], ("--template", "--text-field"))):
-            err = self.refused("--input", "items.jsonl", "--model", "demo", *words)
-            for name in names:
-                self.assertIn(name, err)
-
-
-# ====================================================================================================================
+# ==================================================================================================
 # README.  Its commands run, and its tables are the program's own.
-# ====================================================================================================================
+# ==================================================================================================
 
 class Postgres:
     """A server of its own in a temporary folder, where the programs for it are installed."""
 
     def __init__(self):
         found = sorted(glob.glob("/usr/lib/postgresql/*/bin"))
-        self.bin, self.folder, self.running = found[-1] if found else os.path.dirname(shutil.which("initdb") or ""), tempfile.mkdtemp(), False
-        self.user = ["runuser", "-u", "nobody", "--"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []     # it refuses to run as root
+        self.bin = found[-1] if found else os.path.dirname(shutil.which("initdb") or "")
+        self.folder = tempfile.mkdtemp()
+        self.user = []
+        if self.bin and os.geteuid() == 0:          # it refuses to run as root
+            self.user = ["runuser", "-u", "nobody", "--"]
 
-    def call(self, program, *words, **options):
-        return subprocess.run([*self.user, os.path.join(self.bin, program), *words], capture_output=True, cwd=self.folder, text=True, **options)
+    def call(self, line, words=""):
+        """What one of the server's programs prints; CalledProcessError where it fails."""
+        command = shlex.split(os.path.join(self.bin, line).replace("FOLDER", self.folder))
+        return subprocess.run([*self.user, *command], input=words, stdout=subprocess.PIPE,
+                              check=True, cwd=self.folder, text=True).stdout
 
     def start(self):
-        if not self.bin or (self.user and not shutil.which("runuser")):
-            return False
         os.chmod(self.folder, 0o777)
-        data = os.path.join(self.folder, "data")
-        if self.call("initdb", "-D", data, "-U", "me", "-E", "UTF8", "--no-locale", "-A", "trust").returncode:
-            return False
-        self.running = self.call("pg_ctl", "-D", data, "-w", "-l", os.path.join(self.folder, "log"), "-o",
-                                 "-c listen_addresses='' -c fsync=off -k %s" % self.folder, "start").returncode == 0
-        return self.running
+        self.call("initdb -D FOLDER/data -U me -E UTF8 --no-locale -A trust")
+        self.call("pg_ctl -D FOLDER/data -w -l FOLDER/log "
+                  "-o \"-c listen_addresses='' -c fsync=off -k FOLDER\" start")
 
     def sql(self, words):
-        run = subprocess.run([os.path.join(self.bin, "psql"), "-h", self.folder, "-U", "me", "-d", "postgres", "-qAt", "-v", "ON_ERROR_STOP=1"],
-                             input=words, capture_output=True, text=True)
-        assert run.returncode == 0, run.stderr
-        return run.stdout
+        return self.call("psql -h FOLDER -U me -d postgres -qAt -v ON_ERROR_STOP=1", words)
 
     def stop(self):
-        if self.running:
-            self.call("pg_ctl", "-D", os.path.join(self.folder, "data"), "-m", "immediate", "stop")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self.call("pg_ctl -D FOLDER/data -m immediate stop")
+        shutil.rmtree(self.folder)
 
 
 class Readme(Case):
-    TEXT = open(os.path.join(HERE, "README.md"), encoding="utf-8").read()
+    with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
+        TEXT = file.read()
 
     def table(self, heading):
-        """First cell of every row of the table under a heading, without backticks."""
-        section = re.split(r"(?m)^#+ ", self.TEXT.split(heading, 1)[1])[0]
-        rows = [line for line in section.splitlines() if line.startswith("|")][2:]
-        return [row.split("|")[1].strip().strip("`") for row in rows]
+        """The cells of the first table after a heading, without backticks."""
+        lines = self.TEXT.split(heading, 1)[1].split("\n| ", 1)[1].split("\n\n")[0].split("\n|")
+        rows = [line.replace("`", "").split("|")[:-1] for line in lines[2:]]
+        return [[cell.strip() for cell in row] for row in rows]
+
+    def names(self, heading):
+        """All that the first column of a table names."""
+        return ", ".join(row[0] for row in self.table(heading)).split(", ")
+
+    def blocks(self, language):
+        return re.findall(r"```%s\n(.*?)```" % language, self.TEXT, re.S)
 
     def test_its_tables_are_the_programs_own(self):
-        self.assertEqual(self.table("## Verdicts"), list(bh.VERDICTS))
-        self.assertEqual(self.table("## What is normalised"), list(bh.NORMALISATIONS))
-        self.assertEqual(self.table("## Exit codes"), [str(code) for code in bh.EXITS])
-        columns = [name for cell in self.table("## What comes out") for name in cell.replace("`", "").split(", ")]
-        self.assertEqual(tuple(columns), bh.EXPORT_COLUMNS)
-        item = bh.Item("x", "7")
-        [ask] = next(bh.plan([item]))
-        full = bh.Reply("x", "length", None, "m", 1, 1, "r")
+        for heading, own in (
+                ("## Verdicts", bh.VERDICTS), ("## What is normalised", bh.NORMALISATIONS),
+                ("## Exit codes", map(str, bh.EXITS)), ("## What comes out", bh.EXPORT_COLUMNS),
+                ("## Into a database", bh.OUTCOMES)):
+            self.assertEqual(self.names(heading), list(own), heading)
+
+    def test_its_table_of_the_ledger_names_every_member_of_an_attempt(self):
+        [ask] = next(bh.plan([bh.Item("x", "7")]))
+        reply = bh.Reply("x", "length", None, "m", 1, 1, "r")
         refused = bh.Verdict("set_mismatch", {}, ("a",), ("b",), "d", ("fence",), True)
+        context = {"at": "", "run": "", "ms": 1, "prompt_sha": ""}
         with mock.patch.object(bh, "compact", lambda row: row):
-            row = bh.attempt_row(ask, full, refused, bh.DEFAULT, {"at": "", "run": "", "ms": 1, "prompt_sha": ""})
-        listed = [name for cell in self.table("## The ledger") for name in cell.replace("`", "").split(", ")]
-        self.assertEqual(sorted(listed), sorted(list(row) + ["seq", "prev"]))
+            row = bh.attempt_row(ask, reply, refused, bh.DEFAULT, context)
+        self.assertEqual(sorted(self.names("## The ledger")), sorted([*row, "seq", "prev"]))
 
     def test_its_providers_are_the_programs_own(self):
-        rows = [[cell.strip().strip("`") for cell in line.split("|")[1:4]] for line in self.TEXT.split("| provider |", 1)[1].split("\n\n")[0].splitlines()[2:]]
-        self.assertEqual([row[0] for row in rows], list(bh.PROVIDERS))
-        for name, base, key in rows:
-            self.assertEqual((base if bh.PROVIDERS[name].base else "", key), (bh.PROVIDERS[name].base, bh.PROVIDERS[name].key))
+        for (name, base, key, *_), (own, row) in zip(
+                self.table("names the provider:"), bh.PROVIDERS.items()):
+            self.assertEqual((name, base if row.base else "", key), (own, row.base, row.key))
         without = re.search(r"`(\w+)` and `(\w+)` are not known to take one", self.TEXT).groups()
-        self.assertEqual(list(without), [name for name, row in bh.PROVIDERS.items() if not row.structured])
+        self.assertEqual(
+            list(without), [name for name, row in bh.PROVIDERS.items() if not row.structured])
 
     def test_its_offline_commands_run_as_they_stand(self):
-        for name in ("batch_harness.py", "sample_items.jsonl"):
-            with open(os.path.join(HERE, name), "rb") as file:
-                self.write(name, file.read())
-        commands = [line for block in re.findall(r"```sh\n(.*?)```", self.TEXT, re.S) for line in block.replace("\\\n", " ").splitlines()
-                    if line.startswith("python3 batch_harness.py") and ("sample_items.jsonl" in line or " report" in line)]
+        for name in (PROGRAM, SAMPLE):
+            shutil.copy(name, ".")
+        lines = "\n".join(self.blocks("sh")).replace("\\\n", " ")
+        commands = re.findall(
+            "(?m)^python3 (batch_harness.py .*(?:sample_items.jsonl| report).*)$", lines)
         self.assertGreater(len(commands), 4)
         for command in commands:
             words = shlex.split(command, comments=True)
-            run = subprocess.run([sys.executable] + words[1:], capture_output=True)
+            run = subprocess.run([sys.executable, *words], capture_output=True)
             self.assertIn(run.returncode, (0, 1), (command, run.stderr))
 
     def test_every_option_it_names_exists(self):
-        parser = bh.parser()
-        known = {option for action in parser._subparsers._group_actions[0].choices.values() for option in action._option_string_actions}
-        self.assertEqual(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", self.TEXT)) - known - {"--version"}, set())
+        named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", self.TEXT)
+        known = re.findall("--[a-z-]+", bh.OPTIONS)
+        self.assertLessEqual(set(named) - set(known), {"--version"})
 
     def test_its_library_examples_run(self):
-        frames, plain = re.findall(r"```python\n(.*?)```", self.TEXT, re.S)
-        exec(compile(plain, "README", "exec"), {})
-        names = {}
-        exec(compile(frames, "README", "exec"), names)
-
         class Frame(dict):
             def assign(self, **columns):
                 return Frame(self, **columns)
-        texts = ["Works well.", "Broke."]
-        frame = names["judge"](Frame(text=texts), reply_to_prompt)
-        self.assertEqual(frame, {"text": texts, "item": [bh.item_id(text) for text in texts], "answer": ["good", "good"]})
 
-    def test_its_table_of_outcomes_is_the_programs_own(self):
-        self.assertEqual(tuple(self.table("## Into a database")), bh.OUTCOMES)
+        frames, plain = self.blocks("python")
+        exec(compile(plain, "README", "exec"), {})
+        names = {}
+        exec(compile(frames, "README", "exec"), names)
+        texts = ["Works well.", "Broke."]
+        ids = [bh.item_id(text) for text in texts]
+        self.assertEqual(names["judge"](Frame(text=texts), reply_to_prompt),
+                         {"text": texts, "item": ids, "answer": ["good", "good"]})
 
     def test_its_update_for_postgresql_leaves_stale_rows_alone(self):
         server = Postgres()
-        self.addCleanup(server.stop)
-        if not server.start():
+        if not server.bin or (server.user and not shutil.which("runuser")):
             self.skipTest("no PostgreSQL here")
-        rows = [{"review_id": n, "body": "text number %d" % n} for n in range(6)]
-        self.write("reviews.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-        self.write("task.json", json.dumps({"instruction": "Judge.", "rubric_version": 3, "fields": {"answer": {"enum": ["good", "bad"]}}}))
-        words = ["--input", "reviews.jsonl", "--text-field", "body", "--id-field", "review_id"]
-        self.assertEqual(self.main(*words, "--task", "task.json", "--model", "demo", "--ledger", "l.jsonl")[0], 0)
-        self.main("export", *words, "--ledger", "l.jsonl", "--output", "answers.csv")
-        [update] = re.findall(r"```sql\n(.*?)```", self.TEXT, re.S)
-        server.sql("CREATE TABLE reviews (review_id bigint, body text, sentiment text, rubric int, decided_by text);"
-                   + "".join("INSERT INTO reviews VALUES (%d, '%s', NULL, %s, NULL);" % (row["review_id"], row["body"], "NULL" if n else 3) for n, row in enumerate(rows)))
-        server.sql("UPDATE reviews SET body = 'edited' WHERE review_id = 2; UPDATE reviews SET rubric = 4 WHERE review_id = 3; DELETE FROM reviews WHERE review_id = 4;")
-        server.sql(update.replace("'answers.csv'", "'%s'" % os.path.abspath("answers.csv")))
-        found = server.sql("SELECT review_id, sentiment IS NOT NULL, rubric, length(decided_by) FROM reviews ORDER BY review_id;").split()
-        self.assertEqual(found, ["0|t|3|25", "1|t|3|25", "2|f||", "3|f|4|", "5|t|3|25"])
+        server.start()
+        self.addCleanup(server.stop)
+        self.write("reviews.csv", "review_id,body\n0,text 0\n1,text 1\n2,text 2\n"
+                                  "3,text 3\n4,text 4\n5,text 5\n")
+        self.write("task.json", '{"instruction": "Judge.", "rubric_version": 3, '
+                                '"fields": {"answer": {"enum": ["good", "bad"]}}}')
+        reviews = "--input reviews.csv --text-field body --id-field review_id --ledger l.jsonl "
+        self.main(*(reviews + "--task task.json --model demo").split())
+        self.main("export", *(reviews + "--output answers.csv").split())
+        shutil.copyfile("answers.csv", os.path.join(server.folder, "answers.csv"))
+        server.sql("""
+            CREATE TABLE reviews
+                (review_id bigint, body text, sentiment text, rubric int, decided_by text);
+            INSERT INTO reviews SELECT n, 'text ' || n FROM generate_series(0, 5) n;
+            UPDATE reviews SET rubric = 3 WHERE review_id = 0;
+            UPDATE reviews SET body = 'edited' WHERE review_id = 2;
+            UPDATE reviews SET rubric = 4 WHERE review_id = 3;
+            DELETE FROM reviews WHERE review_id = 4;""")
+        server.sql(*self.blocks("sql"))
+        found = server.sql("SELECT review_id, sentiment, rubric, length(decided_by) "
+                           "FROM reviews ORDER BY review_id;").split()
         with open("answers.csv", encoding="utf-8", newline="") as file:
-            answers = {row["id"]: row["answer"] for row in csv.DictReader(file)}
-        self.assertEqual(server.sql("SELECT sentiment FROM reviews WHERE review_id = 5;").strip(), answers["5"])
+            answers = [row["answer"] for row in csv.DictReader(file)]
+        self.assertEqual(found, ["0|%s|3|25" % answers[0], "1|%s|3|25" % answers[1], "2|||",
+                                 "3||4|", "5|%s|3|25" % answers[5]])
 
     def test_the_sample_holds_what_the_readme_promises(self):
         with open(SAMPLE, encoding="utf-8") as file:
             rows = [json.loads(line) for line in file]
-        texts = [row["text"] for row in rows]
-        self.assertEqual((len(rows), len(set(texts)), len({str(row["id"]) for row in rows})), (24, 23, 24))
-        self.assertTrue(any("</item>" in text for text in texts) and any(text.find('[{"id"') >= 0 for text in texts))
+        different = [len({str(row[name]) for row in rows}) for name in ("id", "text")]
+        self.assertEqual((len(rows), different), (24, [24, 23]))
+        for part in ("</item>", '[{"id"'):
+            self.assertTrue(any(part in row["text"] for row in rows))
 
 
 def load_tests(loader, tests, pattern):
