@@ -6953,9 +6953,8 @@ class CommandLine(Case):
 
     def test_help_names_every_command_option_group_and_exit_code(self):
         exits = ["%d %s" % entry for entry in bh.EXITS.items()]
-        options = ["--input", "--instruction", "--model", "--batch-size", "--dry-run"]
-        for line, names in (("--help", [*bh.COMMANDS, *exits]), ("run --help", options),
-                            ("--version", [bh.__version__])):
+        for line, names in (("--help", [*bh.COMMANDS, *exits]), ("--version", [bh.__version__]),
+                            ("run --help", ["--input", "--instruction", "--dry-run"])):
             run = self.shell("PROGRAM " + line)
             self.assertEqual(run.stderr, b"")
             for name in names:
@@ -7012,11 +7011,10 @@ def ask(prompt):
     def test_an_interrupt_while_python_starts_or_ends_is_no_traceback(self):
         kill = "import atexit, os, signal\ndef kill():\n    os.kill(os.getpid(), signal.SIGINT)\n"
         self.items_file(1)
-        os.mkdir("copy")
-        self.write("copy/argparse.py", kill + "kill()\n")
+        self.write("argparse.py", kill + "kill()\n")
         self.write("mine.py", kill + "atexit.register(kill)\ndef ask(prompt):\n    return ''\n")
         for line, path, code, words in (
-                ("--version", "copy", 130, b"^batch_harness: interrupted; nothing was called\n\\Z"),
+                ("--version", ".", 130, b"^batch_harness: interrupted; nothing was called\n\\Z"),
                 ("--input items.jsonl --model py:mine.py:ask", "", 1, b"^(?!Traceback)")):
             run = self.process(*line.split(), env=dict(os.environ, PYTHONPATH=path))
             err = run.communicate(timeout=20)[1]
@@ -7107,7 +7105,7 @@ class Readme(Case):
         [ask] = next(bh.plan([bh.Item("x", "7")]))
         reply = bh.Reply("x", "length", None, "m", 1, 1, "r")
         refused = bh.Verdict("set_mismatch", {}, ("a",), ("b",), "d", ("fence",), True)
-        context = {"at": "", "run": "", "ms": 1, "prompt_sha": ""}
+        context = dict.fromkeys(("at", "run", "ms", "prompt_sha"), "")
         with mock.patch.object(bh, "compact", lambda row: row):
             row = bh.attempt_row(ask, reply, refused, bh.DEFAULT, context)
         self.assertEqual(sorted(self.names("## The ledger")), sorted([*row, "seq", "prev"]))
