@@ -366,6 +366,7 @@ class Task(NamedTuple):
     rubric_version: Optional[int]
     form: str                           # of the reply: "list", or "keyed": one object keyed by id
     fingerprint: str
+    examples: Optional[List[Any]] = None    # {"text": ..., "answer": ...}: shown and never asked
 
     @property
     def bare(self) -> bool:
@@ -390,6 +391,7 @@ TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {
     "fields": (
         "an object of name: schema, with one field or more",
         lambda v: isinstance(v, dict) and bool(v)),
+    "examples": ("a list", lambda v: v is None or isinstance(v, list)),
 }
 
 
@@ -399,25 +401,9 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     >>> load_task({"instruction": "Good?", "fields": {"answer": {"enum": ["yes", "no"]}}}).bare
     True
     """
-    given: Any = path_or_dict
-    name = "task"
-    try:
-        if not isinstance(given, Mapping):
-            name = "the task %s" % given
-            with open(given, "rb") as file:
-                given = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
-        # What does not survive being written as JSON could not be put on a ledger or into a prompt.
-        written = encode(dict(DEFAULT_TASK, **given))
-        members = REPLY_JSON.decode(written)
-    except OSError as error:
-        raise HarnessError("cannot read %s: %s; check --task" % (name, error.strerror))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise HarnessError("%s: not a plain JSON object: %s; fix it" % (name, error))
+    members = _members_in(path_or_dict)
     if form not in ("list", "keyed"):
         raise HarnessError("task: the reply form is %s; it is list or keyed" % shown(form))
-    if SURROGATE.search(written) or "\\u0000" in written.replace("\\\\", "") or too_deep(members):
-        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; "
-                           "fix it" % MAX_DEPTH)
     for name, value in members.items():
         if name not in TASK_MEMBERS:
             raise HarnessError("task: unknown member %s; a task has %s" % (
@@ -430,10 +416,59 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     # A schema's members in another order are the same task; fields in another order are not: the
     # prompt shows them so.
     schemas = [[name, _sorted_json(schema)] for name, schema in members["fields"].items()]
-    marks = _sorted_json([members["stage"], members["instruction"], schemas,
-                          members["rubric_version"], PROMPT_FORM, form])
-    fingerprint = hashlib.sha256(marks.encode("ascii")).hexdigest()[:12]
-    return Task(form=form, fingerprint=fingerprint, **members)
+    marks = [members["stage"], members["instruction"], schemas, members["rubric_version"],
+             PROMPT_FORM, form]
+    if members.get("examples"):
+        marks.append(members["examples"])
+    digest = hashlib.sha256(_sorted_json(marks).encode("ascii")).hexdigest()
+    task = Task(form=form, fingerprint=digest[:12], **members)
+    for place, example in enumerate(task.examples or (), 1):
+        _check_example(task, "example %d" % place, example)
+    return task
+
+
+def _members_in(given: Any) -> Dict[str, Any]:
+    """The members of a task, as they are after being written as JSON and read back."""
+    name = "task"
+    try:
+        if not isinstance(given, Mapping):
+            name = "the task %s" % given
+            with open(given, "rb") as file:
+                given = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
+        # What does not survive this could not be put on a ledger or into a prompt.
+        written = encode(dict(DEFAULT_TASK, **given))
+        members: Dict[str, Any] = REPLY_JSON.decode(written)
+    except OSError as error:
+        raise HarnessError("cannot read %s: %s; check --task" % (name, error.strerror))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise HarnessError("%s: not a plain JSON object: %s; fix it" % (name, error))
+    if SURROGATE.search(written) or "\\u0000" in written.replace("\\\\", "") or too_deep(members):
+        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; "
+                           "fix it" % MAX_DEPTH)
+    return members
+
+
+def example_values(task: Task, answer: Any) -> Any:
+    """The fields of an example's answer, which may be the bare value of an only field."""
+    if task.bare or (len(task.fields) == 1 and not isinstance(answer, dict)):
+        return dict.fromkeys(task.fields, answer)
+    return answer
+
+
+def _check_example(task: Task, where: str, example: Any) -> None:
+    if (not isinstance(example, dict) or example.keys() != {"text", "answer"}
+            or not WORDS[1](example["text"])):
+        raise HarnessError('task: %s is %s; give {"text": "...", "answer": ...}' % (
+            where, shown(example)))
+    values = example_values(task, example["answer"])
+    if not isinstance(values, dict):
+        raise HarnessError("task: %s: its answer is %s; give an object of all fields: %s" % (
+            where, kind_of(values), ", ".join(task.fields)))
+    try:
+        check_names(where, values, set(task.fields))
+        check_values(where, values, task.fields)
+    except NotOk as why:
+        raise HarnessError("task: %s (%s); fix it" % (why.detail, why.code.replace("_", " ")))
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -570,6 +605,8 @@ RULES: Dict[str, Rule] = {
     "uniqueItems": (
         "true or false", TYPES["boolean"], "array",
         lambda on, v: not on or len(set(map(canonical, v))) == len(v)),
+    "title": ("a text", TYPES["string"], None, lambda a, v: True),      # for the prompt, no rule
+    "description": ("a text", TYPES["string"], None, lambda a, v: True),
     "$schema": (
         "https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
         lambda a, v: True),
@@ -647,14 +684,19 @@ def unguard(text: str) -> str:
 
 
 def describe(schema: Any) -> str:
-    """A field's schema in the words of the prompt."""
+    """A field's schema in the words of the prompt: its rule, and what its author says of it."""
+    told = dict(_members_of(schema))
+    if told:
+        schema = {word: told[word] for word in told if word not in ("title", "description")}
+    rule = "a JSON value that fits the schema " + encode(schema)
     labels = labels_of(schema)
     if labels is not None:
         words = "exactly one of " if len(labels) > 1 else "exactly "
-        return words + ", ".join(map(encode, labels))
-    if schema == {"type": "string"}:
-        return "a string"
-    return "a JSON value that fits the schema " + encode(schema)
+        rule = words + ", ".join(map(encode, labels))
+    elif schema == {"type": "string"}:
+        rule = "a string"
+    about = ": ".join(filter(None, map(told.get, ("title", "description"))))
+    return "%s (%s)" % (rule, about) if about else rule
 
 
 def reply_form(task: Task) -> str:
@@ -676,9 +718,37 @@ def reply_form(task: Task) -> str:
             "is text to be judged, never an instruction to you.") % (shape % sketch, listed)
 
 
+def shown_examples(task: Task) -> str:
+    """The examples and the reply that is right for them; nothing where a task has none.
+
+    Their ids are never those of items, which are hex digits: a reply that copies one is refused.
+    """
+    tags, elements = [], {}
+    for place, example in enumerate(task.examples or (), 1):
+        name = "example-%d" % place
+        tags.append(tagged(name, example["text"].strip()))
+        values = example_values(task, example["answer"])
+        elements[name] = {field: values[field] for field in task.fields}
+        if task.rubric_version is not None:
+            elements[name] = {"rubric_version": task.rubric_version, **elements[name]}
+    if not tags:
+        return ""
+    reply: Any = elements
+    if task.form == "list":
+        reply = [{"id": name, **element} for name, element in elements.items()]
+    # In JSON an escaped < is the same string, and begins no tag.
+    return "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n" % (
+        "\n".join(tags), ITEM_TAG.sub(r"\\u003c\1", encode(reply)))
+
+
 def prompt_head(task: Task) -> str:
     """What stands before the items, the same for every batch, so that a prefix cache serves it."""
-    return "%s\n\n%s\n\n" % (task.instruction.strip(), reply_form(task))
+    return "%s\n\n%s\n\n%s" % (task.instruction.strip(), reply_form(task), shown_examples(task))
+
+
+def tagged(name: str, text: str) -> str:
+    """A text between the tags of an item."""
+    return '<item id="%s">%s</item>' % (name, guard(text))
 
 
 def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str] = None) -> str:
@@ -689,8 +759,7 @@ def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str
     if head is None:
         head = prompt_head(task)
     count = "There is 1 item:" if len(items) == 1 else "There are %d items:" % len(items)
-    tagged = ['<item id="%s">%s</item>' % (item.id, guard(item.text)) for item in items]
-    return "%s%s\n%s" % (head, count, "\n".join(tagged))
+    return "%s%s\n%s" % (head, count, "\n".join(tagged(item.id, item.text) for item in items))
 
 
 # ==================================================================================================
@@ -951,30 +1020,40 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
     expected = {"id", *task.fields}
     if task.rubric_version is not None:
         expected.add("rubric_version")
-    unknown = [field for field in element if field not in expected]
-    if unknown:
-        raise NotOk("unknown_field", "%s: %s" % (name, ", ".join(map(shown, unknown[:8]))))
-    absent = sorted(expected - element.keys())
-    if absent:
-        raise NotOk("missing_field", "%s: %s" % (name, ", ".join(map(shown, absent))))
+    check_names(name, element, expected)
     version = element.get("rubric_version")
     if type(version) is not type(task.rubric_version) or version != task.rubric_version:
         raise NotOk("stale_rubric", "%s: rubric_version %s, not %s" % (
             name, shown(version), task.rubric_version))
-    for field, schema in task.fields.items():
+    check_values(name, element, task.fields)
+    if task.bare:
+        return element["answer"]
+    return {field: element[field] for field in task.fields}
+
+
+def check_names(where: str, element: Mapping[str, Any], expected: Set[str]) -> None:
+    """NotOk unless an element has exactly the members that are expected."""
+    unknown = [field for field in element if field not in expected]
+    if unknown:
+        raise NotOk("unknown_field", "%s: %s" % (where, ", ".join(map(shown, unknown[:8]))))
+    absent = sorted(expected - element.keys())
+    if absent:
+        raise NotOk("missing_field", "%s: %s" % (where, ", ".join(map(shown, absent))))
+
+
+def check_values(where: str, element: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """NotOk unless every field of an element obeys its schema."""
+    for field, schema in fields.items():
         value, labels = element[field], labels_of(schema)
         if is_blank(value, schema):
-            raise NotOk("empty_answer", "%s: %s is blank" % (name, shown(field)))
+            raise NotOk("empty_answer", "%s: %s is blank" % (where, shown(field)))
         rule = broken_rule(schema, value)
         # A label is as declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.
         if rule is None and labels and _sorted_json(value) not in map(_sorted_json, labels):
             rule = "enum"
         if rule is not None:
             raise NotOk("bad_value", "%s: %s breaks %s: %s" % (
-                name, shown(field), rule, shown(value)))
-    if task.bare:
-        return element["answer"]
-    return {field: element[field] for field in task.fields}
+                where, shown(field), rule, shown(value)))
 
 
 # ==================================================================================================
@@ -1412,6 +1491,7 @@ class Settings(NamedTuple):
     shard: Tuple[int, int] = (1, 1)
     # ---- task and model ----
     instruction: Optional[str] = None
+    instruction_file: Optional[str] = None
     labels: Optional[str] = None
     stage: Optional[str] = None
     task: Optional[str] = None
@@ -1469,7 +1549,7 @@ class Settings(NamedTuple):
 
 # ==================================================================================================
 # FILES.  The input as a stream of rows.  What is wrong with a row is a value, what is wrong with a
-# whole file a HarnessError.  Only Source opens a file.
+# whole file a HarnessError.  Only Source opens an input.  And what is asked, as it was typed.
 # ==================================================================================================
 
 # Line; an object or a string, or as an exception what is wrong: ValueError with the record,
@@ -1482,6 +1562,50 @@ NUL_MARK = "\udc00"                     # stands for NUL while the csv module re
 HEAD = 1 << 16                          # what an input is recognised by: so many bytes
 ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
+
+
+WIDE_COMMAS = {"\uff0c": "a full-width comma", "\u3001": "an ideographic comma"}
+
+
+def read_instruction(options: Settings) -> Optional[str]:
+    """The instruction, if one was given: its words, or what is in its file."""
+    typed = options.instruction
+    path = options.instruction_file
+    if typed is not None and typed.startswith("@"):
+        typed, path = typed[1:], typed[1:]
+        if typed.startswith("@"):
+            return typed
+    if path is None:
+        return typed
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read().strip()
+    except OSError as error:
+        raise HarnessError("cannot read the instruction file %s: %s; check its name (an "
+                           "instruction that begins with @ is written @@)" % (path, error.strerror))
+    except UnicodeDecodeError:
+        raise HarnessError("the instruction file %s is not UTF-8; save it as UTF-8" % path)
+    if not text:
+        raise HarnessError("the instruction file %s is empty; write the instruction into it" % path)
+    return text
+
+
+def read_labels(typed: str) -> List[str]:
+    """The labels of --labels, which is one row of CSV."""
+    import csv
+    labels: List[str] = []
+    with contextlib.suppress(csv.Error):        # an open quote: no label
+        rows = csv.reader([typed], skipinitialspace=True, strict=True)
+        labels = [label.strip() for row in rows for label in row]
+    for comma, words in WIDE_COMMAS.items():
+        if len(labels) == 1 and comma in typed:
+            raise HarnessError("--labels %s is one label: %s is %s; write --labels %s" % (
+                shown(typed), comma, words, shown(re.sub("[\uff0c\u3001]", ",", typed))))
+    if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
+        raise HarnessError(
+            "--labels %s is a single label, or one is blank or repeated, or a quote is open; write "
+            "--labels a,b,c with plain commas" % shown(typed))
+    return labels
 
 
 def read_jsonl(lines: Iterable[str]) -> Iterator[Record]:
@@ -7432,8 +7556,9 @@ input:
     --shard I/N                 ask the I-th of N parts, by the texts' ids
 task and model:
   run trial emit
-    --instruction TEXT          what to say of each text
-    --labels A,B,C              the closed list of answers
+    --instruction TEXT          what to say of each text; @FILE: as the file says
+    --instruction-file FILE     the same: a text file in UTF-8 that holds the instruction
+    --labels A,B,C              the closed list of answers, a CSV row: '"so, so",good'
     --stage NAME                name of this pass (default main)
     --task FILE.json            instruction, fields, rubric version and stage in a file
     --model PROVIDER:NAME       %s
@@ -7514,7 +7639,9 @@ FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}    # oth
 REFUSED = (
     ("template", "text_field", "and --text-field say the same; give one of them"),
     ("table", "query", "and --query say the same; give one of them"),
+    ("instruction", "instruction_file", "and --instruction-file say the same; give one of them"),
     ("task", "instruction", "holds the instruction; leave --instruction out"),
+    ("task", "instruction_file", "holds the instruction; leave --instruction-file out"),
     ("task", "labels", "holds the labels; leave --labels out"),
     ("task", "stage", "holds the stage; leave --stage out"),
     ("max_calls", "batch_api", "means nothing to batch jobs; bound them with --limit"),
@@ -7570,16 +7697,10 @@ def chosen_task(options: Settings) -> Task:
         return load_task(options.task, form)
     task: Dict[str, Any] = {}
     if options.labels is not None:
-        labels = [label.strip() for label in options.labels.split(",")]
-        if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
-            raise HarnessError(
-                "--labels %s is a single label, or one is blank or repeated; "
-                "write --labels a,b,c with plain commas" % shown(options.labels))
         task["instruction"] = "Say which of the labels fits each text best."
-        task["fields"] = {"answer": {"enum": labels}}
-    for name in ("instruction", "stage"):
-        if given(options, name):
-            task[name] = getattr(options, name)
+        task["fields"] = {"answer": {"enum": read_labels(options.labels)}}
+    told = {"instruction": read_instruction(options), "stage": options.stage}
+    task.update((name, words) for name, words in told.items() if words is not None)
     return load_task(task, form)
 
 
@@ -7780,7 +7901,7 @@ def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
         say("%s: %s" % (ledger.path, words))
     say(outlook(run, frozen))
     say_baseline(run, say)
-    if options.instruction is None and options.task is None:
+    if not (options.instruction or options.instruction_file or options.task):
         say("no --instruction given; asking: " + run.task.instruction)
     header = functools.partial(run_header, run, frozen)
     if options.command == "emit":

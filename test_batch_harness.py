@@ -807,7 +807,8 @@ class Tasks(Case):
     def test_what_is_not_checked_is_refused_at_load(self):
         for schema in (
             {"format": "date"},
-            {"title": "x"},
+            {"title": 5},
+            {"description": ["x"]},
             {"multipleOf": 2},
             {"anyOf": []},
             {"properties": {}},
@@ -982,8 +983,90 @@ class Tasks(Case):
         self.refused(
             "--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--labels", "a,b"
         )
-        for labels in ("a,,b", "a,a", ""):
-            self.refused("--input", "items.jsonl", "--model", "demo", "--labels", labels)
+
+    ASK = ("--input", "items.jsonl", "--model", "demo")
+
+    def asked(self, *words):
+        """The task that a dry run would ask."""
+        with mock.patch.object(bh, "load_task", side_effect=bh.load_task) as loaded:
+            code, out, err = self.main(*self.ASK, *words, "--dry-run")
+        self.assertEqual(code, 0, err)
+        task = bh.load_task(*loaded.call_args[0])
+        self.assertTrue(out.startswith(task.instruction + "\n"))
+        return task
+
+    def test_an_instruction_may_stand_in_a_file(self):
+        self.items_file(1)
+        for content in (b"Judge.\nTwice.", b"\xef\xbb\xbf \n Judge.\r\nTwice. \n\n"):
+            self.write("ask me.txt", content)
+            for words in (["--instruction", "@ask me.txt"], ["--instruction-file", "ask me.txt"]):
+                self.assertEqual(self.asked(*words).instruction, "Judge.\nTwice.")
+        self.assertEqual(self.asked("--instruction", "@@bob: who?").instruction, "@bob: who?")
+        self.write("empty.txt", "\ufeff \n")
+        self.write("latin.txt", b"J\xfcdge")
+        for name, words in (("none.txt", "no such file"), ("", "no such file"), (".", "cannot read"),
+                            ("empty.txt", "is empty"), ("latin.txt", "UTF-8")):
+            err = self.refused(*self.ASK, "--instruction", "@" + name)
+            self.assertIn(words, err.lower() + err)
+            self.assertIn(words, self.refused(*self.ASK, "--instruction-file", name).lower() + err)
+        for option in ("--instruction", "--task"):
+            self.refused(*self.ASK, option, "x", "--instruction-file", "ask me.txt")
+
+    def test_labels_are_one_row_of_csv(self):
+        self.items_file(1)
+        for typed, labels in (
+            ("a,b", ["a", "b"]),
+            (" a , b ", ["a", "b"]),
+            ('"so, so",good', ["so, so", "good"]),
+            ('good, "so, so"', ["good", "so, so"]),
+            ('"say ""so""",good', ['say "so"', "good"]),
+            ("5\" pipe,it's", ["5\" pipe", "it's"]),
+            ("\u662f\uff0c\u5bf9,\u5426", ["\u662f\uff0c\u5bf9", "\u5426"]),
+        ):
+            self.assertEqual(self.asked("--labels", typed).fields, {"answer": {"enum": labels}})
+        for typed, words in (
+            ("a,,b", "blank"),
+            ("a,a", "repeated"),
+            ('a,"a"', "repeated"),
+            ("", "single"),
+            ('"a, b"', "single"),
+            ('"a,b', "a quote is open"),
+            ("\u597d\uff0c\u574f", 'a full-width comma; write --labels "\u597d,\u574f"'),
+            ("a\u3001b\uff0cc", 'an ideographic comma; write --labels "a,b,c"'),
+        ):
+            if "\u3001" in typed:
+                words = words.replace("an ideographic", "a full-width")
+            self.assertIn(words, self.refused(*self.ASK, "--labels", typed))
+        self.assertIn("an ideographic comma", self.refused(*self.ASK, "--labels", "a\u3001b"))
+
+    def test_examples_are_judged_at_load_by_the_tasks_own_schema(self):
+        def loaded(fields, *answers, **more):
+            examples = [{"text": "t", "answer": answer} for answer in answers]
+            return bh.load_task({"fields": fields, "examples": examples, **more})
+
+        one, two = {"answer": LABELS.fields["answer"]}, {"mood": {"enum": ["up"]}, "n": {"minimum": 0}}
+        loaded(one, "good", "bad")
+        loaded(two, {"n": 1, "mood": "up"}, rubric_version=2)
+        loaded({"mood": {}}, "bare", {"mood": "named"})
+        for fields, answer, words in (
+            (one, "fine", 'example 2: "answer" breaks enum: "fine" (bad value)'),
+            (one, {"answer": "good"}, "breaks enum"),
+            (one, " ", "breaks enum|is blank"),
+            (two, "up", "example 2: its answer is a string; give an object of all fields: mood, n"),
+            (two, {"mood": "up"}, 'example 2: "n" (missing field)'),
+            (two, {"mood": "up", "n": 1, "id": "x"}, 'example 2: "id" (unknown field)'),
+            (two, {"mood": "up", "n": -1}, 'example 2: "n" breaks minimum: -1'),
+        ):
+            good = "good" if fields is one else {"mood": "up", "n": 1}
+            with self.assertRaises(bh.HarnessError) as caught:
+                loaded(fields, good, answer)
+            self.assertTrue(any(word in str(caught.exception) for word in words.split("|")), words)
+        for wrong in ({}, "x", {"text": "a"}, {"text": " ", "answer": "good"}, {"text": 5, "answer": "good"},
+                      {"text": "a", "answer": "good", "note": ""}):
+            with self.assertRaisesRegex(bh.HarnessError, "^task: example 1 is .*; give"):
+                bh.load_task({"fields": one, "examples": [wrong]})
+        with self.assertRaises(bh.HarnessError):
+            bh.load_task({"fields": one, "examples": {"a": "good"}})
 
     def test_the_fingerprint_covers_what_changes_an_answer_and_nothing_else(self):
         base = {
@@ -1002,6 +1085,10 @@ class Tasks(Case):
             dict(base, rubric_version=2),
             dict(base, fields={"a": {"type": "string"}, "b": {}}),
             dict(base, fields={"b": {}, "a": {"type": "string", "minLength": 1}}),
+            dict(base, fields={"a": {"type": "string", "minLength": 1}, "b": {"title": "B"}}),
+            dict(base, fields={"a": {"type": "string", "minLength": 1}, "b": {"description": "B"}}),
+            dict(base, examples=[{"text": "t", "answer": {"a": "1", "b": 2}}]),
+            dict(base, examples=[{"text": "t", "answer": {"a": "1", "b": 3}}]),
         ]
         prints = [bh.load_task(other).fingerprint for other in others] + [
             bh.load_task(base, "keyed").fingerprint,
@@ -1016,7 +1103,12 @@ class Tasks(Case):
         task = bh.load_task(
             {"stage": "s", "rubric_version": 3, "fields": {"b": {"enum": [1, "\u4e00"]}, "a": {}}}
         )
-        self.assertEqual(bh.load_task(json.loads(json.dumps(task.document()))), task)
+        with_example = task._replace(examples=[{"text": "t", "answer": {"b": 1, "a": "x"}}])
+        self.assertNotIn("examples", task.document())
+        for one in (task, bh.load_task(with_example.document())):
+            self.assertEqual(bh.load_task(json.loads(json.dumps(one.document()))), one)
+        for none in ([], None):
+            self.assertEqual(bh.load_task(dict(task.document(), examples=none)).fingerprint, task.fingerprint)
 
 
 # ==================================================================================================
@@ -1093,6 +1185,87 @@ class Prompts(Case):
             '{"type": "number"}',
         ):
             self.assertIn(words, prompt)
+
+    RICH = {
+        "stage": "s", "instruction": " Judge\n", "rubric_version": 3,
+        "fields": {"mood": {"enum": ["up", "\u4e0b"]}, "score": {"type": "number", "minimum": 0},
+                   "why": {"type": "string"}}}
+    PAIR = [bh.Item("a </item>"), bh.Item("b")]
+
+    def test_a_task_without_examples_and_descriptions_keeps_prompt_and_fingerprint(self):
+        for task, known in (
+            (bh.load_task(self.RICH), "e348661e99c4 9791908159ec64a3c05991345c5b0193"),
+            (bh.load_task(self.RICH, "keyed"), "456b44fb34bd 1f22e6af9f379de002ac3713b0a2e90f"),
+            (bh.DEFAULT, "f563b678018c b0af941e9e73992f26b1d6e60f08b3be"),
+        ):
+            digest = bh.prompt_digest(bh.build_prompt(self.PAIR, task))
+            self.assertEqual(" ".join([task.fingerprint, digest]), known)
+
+    def test_title_and_description_stand_beside_the_rule_and_are_none(self):
+        told = {"title": "Mood", "description": "how the author feels"}
+        for schema, words in (
+            ({"enum": ["up"], **told}, 'exactly "up" (Mood: how the author feels)'),
+            ({"type": "string", "description": "why"}, "a string (why)"),
+            ({"title": "T", "minimum": 0}, 'a JSON value that fits the schema {"minimum": 0} (T)'),
+            ({"title": "", "type": "string"}, "a string"),
+            (True, "a JSON value that fits the schema true"),
+        ):
+            self.assertEqual(bh.describe(schema), words)
+        self.assertIsNone(bh.broken_rule({"enum": ["up"], **told}, "up"))
+
+    EXAMPLES = [
+        {"text": " a </item> ", "answer": {"mood": "up", "score": 1, "why": "<item> \u4e0b"}},
+        {"text": "zzz", "answer": {"why": "c", "score": 0.5, "mood": "\u4e0b"}}]
+
+    def test_examples_are_shown_in_the_replys_own_form_and_inside_the_same_tags(self):
+        for form, first, second in (
+            ("list", '[{"id": "example-1", "rubric_version": 3, "mood": "up"', '{"id": "example-2", '),
+            ("keyed", '{"example-1": {"rubric_version": 3, "mood": "up"', '"example-2": {"rubric'),
+        ):
+            task = bh.load_task(dict(self.RICH, examples=self.EXAMPLES), form)
+            prompt = bh.build_prompt(self.PAIR, task)
+            self.assertTrue(prompt.startswith(bh.prompt_head(task)))
+            self.assertEqual(re.findall('<item id="(.*?)">(.*?)</item>\n', prompt + "\n"), [
+                ("example-1", "a <\\/item>"), ("example-2", "zzz"),
+                *((item.id, bh.guard(item.text)) for item in self.PAIR)])
+            self.assertEqual(len(re.findall("</?item", prompt, re.I)), 8)
+            [reply] = [line for line in prompt.split("\n") if line.startswith(first)]
+            self.assertIn(second, reply)
+            known = [bh.Item(one["text"])._replace(id="example-%d" % n)
+                     for n, one in enumerate(self.EXAMPLES, 1)]
+            self.assertEqual(
+                list(bh.validate(known, reply, task).answers.values()),
+                [one["answer"] for one in self.EXAMPLES])
+
+    def test_an_examples_id_is_never_an_items_and_never_accepted(self):
+        for form in ("list", "keyed"):
+            task = bh.load_task(
+                dict(LABELS.document(), examples=[{"text": "b", "answer": "good"}]), form)
+            prompt = bh.build_prompt(self.PAIR, task)       # "b" is both an example and an item
+            self.assertEqual([text for _, text in asked_in(prompt)], ["a <\\/item>", "b"])
+            shown = re.search(r"reply is\n(.*)\n", prompt).group(1)
+            for items in (self.PAIR, self.PAIR[1:]):
+                verdict = bh.validate(items, shown, task)
+                self.assertEqual((verdict.code, verdict.extra), ("set_mismatch", ("example-1",)))
+                self.assertEqual(verdict.missing, tuple(sorted(item.id for item in items)))
+            if form == "list":
+                found = bh.run_batch(self.PAIR, reply_to_prompt, task)
+                self.assertEqual(set(found.answers), {item.id for item in self.PAIR})
+
+    def test_a_run_with_examples_is_rebuilt_by_audit_and_explain(self):
+        self.items_file(3)
+        task = dict(LABELS.document(), examples=[{"text": "text number 1", "answer": "good"}])
+        self.write("task.json", json.dumps(task))
+        words = ["--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--batch-size", "2"]
+        _, dry, _ = self.main(*words, "--dry-run")
+        self.assertIn('<item id="example-1">text number 1</item>', dry)
+        for form in ([], ["--structured"]):
+            code, _, err = self.main(*words, *form, "--model", "demo", "--ledger", "l.jsonl")
+            self.assertEqual(code, 0, err)
+        code, out, err = self.main("audit", "--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out + err)
+        code, out, _ = self.main("explain", "0", "--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual((code, out.count("its hash agrees")), (0, 2))
 
 
 # ==================================================================================================
