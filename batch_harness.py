@@ -366,7 +366,7 @@ class Task(NamedTuple):
     rubric_version: Optional[int]
     form: str                           # of the reply: "list", or "keyed": one object keyed by id
     fingerprint: str
-    examples: Optional[List[Any]] = None    # {"text": ..., "answer": ...}: shown and never asked
+    examples: Optional[List[Any]] = None    # {"text", "answer": all fields}: shown, never asked
 
     @property
     def bare(self) -> bool:
@@ -391,7 +391,7 @@ TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {
     "fields": (
         "an object of name: schema, with one field or more",
         lambda v: isinstance(v, dict) and bool(v)),
-    "examples": ("a list", lambda v: v is None or isinstance(v, list)),
+    "examples": ("a list that is not empty", lambda v: isinstance(v, list) and bool(v)),
 }
 
 
@@ -412,19 +412,18 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
         if not fits(value):
             raise HarnessError("task: %s is %s; give %s" % (name, shown(value), words))
     members.setdefault("rubric_version", None)
-    _check_fields(members["fields"])
+    fields = members["fields"]
+    _check_fields(fields)
     # A schema's members in another order are the same task; fields in another order are not: the
     # prompt shows them so.
-    schemas = [[name, _sorted_json(schema)] for name, schema in members["fields"].items()]
+    schemas = [[name, _sorted_json(schema)] for name, schema in fields.items()]
     marks = [members["stage"], members["instruction"], schemas, members["rubric_version"],
              PROMPT_FORM, form]
     if members.get("examples"):
+        members["examples"] = [_example(fields, *pair) for pair in enumerate(members["examples"], 1)]
         marks.append(members["examples"])
     digest = hashlib.sha256(_sorted_json(marks).encode("ascii")).hexdigest()
-    task = Task(form=form, fingerprint=digest[:12], **members)
-    for place, example in enumerate(task.examples or (), 1):
-        _check_example(task, "example %d" % place, example)
-    return task
+    return Task(form=form, fingerprint=digest[:12], **members)
 
 
 def _members_in(given: Any) -> Dict[str, Any]:
@@ -448,27 +447,22 @@ def _members_in(given: Any) -> Dict[str, Any]:
     return members
 
 
-def example_values(task: Task, answer: Any) -> Any:
-    """The fields of an example's answer, which may be the bare value of an only field."""
-    if task.bare or (len(task.fields) == 1 and not isinstance(answer, dict)):
-        return dict.fromkeys(task.fields, answer)
-    return answer
-
-
-def _check_example(task: Task, where: str, example: Any) -> None:
-    if (not isinstance(example, dict) or example.keys() != {"text", "answer"}
-            or not WORDS[1](example["text"])):
+def _example(fields: Mapping[str, Any], number: int, given: Any) -> Dict[str, Any]:
+    """An example as a task holds it; of an only field the bare value may be given."""
+    where = "example %d" % number
+    if (not isinstance(given, dict) or given.keys() != {"text", "answer"}
+            or not WORDS[1](given["text"])):
         raise HarnessError('task: %s is %s; give {"text": "...", "answer": ...}' % (
-            where, shown(example)))
-    values = example_values(task, example["answer"])
-    if not isinstance(values, dict):
-        raise HarnessError("task: %s: its answer is %s; give an object of all fields: %s" % (
-            where, kind_of(values), ", ".join(task.fields)))
+            where, shown(given)))
+    answer = given["answer"]
+    if len(fields) == 1 and (not isinstance(answer, dict) or answer.keys() != fields.keys()):
+        answer = dict.fromkeys(fields, answer)
     try:
-        check_names(where, values, set(task.fields))
-        check_values(where, values, task.fields)
+        check_names(where, dict(_members_of(answer)), set(fields))
+        check_values(where, answer, fields)
     except NotOk as why:
         raise HarnessError("task: %s (%s); fix it" % (why.detail, why.code.replace("_", " ")))
+    return {"text": given["text"].strip(), "answer": {field: answer[field] for field in fields}}
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -574,6 +568,7 @@ TYPES: Dict[str, Callable[[Any], bool]] = {
     "object": lambda v: isinstance(v, dict)}
 COUNT = ("an integer from 0", lambda a: TYPES["integer"](a) and a >= 0)
 NUMBER = ("a number", TYPES["number"])
+ABOUT = ("title", "description")        # words for the prompt; no rules
 Rule = Tuple[str, Callable[[Any], bool], Optional[str], Callable[[Any, Any], bool]]
 # keyword -> its argument in words, is it that?, the type it judges, does a value obey?
 RULES: Dict[str, Rule] = {
@@ -593,10 +588,10 @@ RULES: Dict[str, Rule] = {
         r"a regular expression that Python and JSON Schema read alike (no \s, \p or flag), and "
         "that repeats nothing inside a repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
         lambda pattern, v: matcher(pattern).search(v) is not None),
-    "minimum": (*NUMBER, "number", lambda n, v: v >= n),
-    "maximum": (*NUMBER, "number", lambda n, v: v <= n),
-    "exclusiveMinimum": (*NUMBER, "number", lambda n, v: v > n),
-    "exclusiveMaximum": (*NUMBER, "number", lambda n, v: v < n),
+    "minimum": (*NUMBER, "number", operator.le),
+    "maximum": (*NUMBER, "number", operator.ge),
+    "exclusiveMinimum": (*NUMBER, "number", operator.lt),
+    "exclusiveMaximum": (*NUMBER, "number", operator.gt),
     "items": (
         "a schema", lambda a: isinstance(a, (dict, bool)), "array",
         lambda schema, v: all(broken_rule(schema, member) is None for member in v)),
@@ -605,8 +600,7 @@ RULES: Dict[str, Rule] = {
     "uniqueItems": (
         "true or false", TYPES["boolean"], "array",
         lambda on, v: not on or len(set(map(canonical, v))) == len(v)),
-    "title": ("a text", TYPES["string"], None, lambda a, v: True),      # for the prompt, no rule
-    "description": ("a text", TYPES["string"], None, lambda a, v: True),
+    **dict.fromkeys(ABOUT, ("a text", TYPES["string"], None, lambda a, v: True)),
     "$schema": (
         "https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
         lambda a, v: True),
@@ -685,18 +679,17 @@ def unguard(text: str) -> str:
 
 def describe(schema: Any) -> str:
     """A field's schema in the words of the prompt: its rule, and what its author says of it."""
-    told = dict(_members_of(schema))
-    if told:
-        schema = {word: told[word] for word in told if word not in ("title", "description")}
-    rule = "a JSON value that fits the schema " + encode(schema)
+    members = dict(_members_of(schema))
+    about = [" (%s)" % members.pop(word) for word in ABOUT if word in members]
+    if about:
+        return describe(members) + "".join(about)
     labels = labels_of(schema)
     if labels is not None:
         words = "exactly one of " if len(labels) > 1 else "exactly "
-        rule = words + ", ".join(map(encode, labels))
-    elif schema == {"type": "string"}:
-        rule = "a string"
-    about = ": ".join(filter(None, map(told.get, ("title", "description"))))
-    return "%s (%s)" % (rule, about) if about else rule
+        return words + ", ".join(map(encode, labels))
+    if schema == {"type": "string"}:
+        return "a string"
+    return "a JSON value that fits the schema " + encode(schema)
 
 
 def reply_form(task: Task) -> str:
@@ -719,26 +712,23 @@ def reply_form(task: Task) -> str:
 
 
 def shown_examples(task: Task) -> str:
-    """The examples and the reply that is right for them; nothing where a task has none.
+    """The examples and the reply that is right for them, as in the prompt; or nothing.
 
     Their ids are never those of items, which are hex digits: a reply that copies one is refused.
     """
-    tags, elements = [], {}
-    for place, example in enumerate(task.examples or (), 1):
-        name = "example-%d" % place
-        tags.append(tagged(name, example["text"].strip()))
-        values = example_values(task, example["answer"])
-        elements[name] = {field: values[field] for field in task.fields}
-        if task.rubric_version is not None:
-            elements[name] = {"rubric_version": task.rubric_version, **elements[name]}
-    if not tags:
+    examples = {"example-%d" % number: one for number, one in enumerate(task.examples or (), 1)}
+    if not examples:
         return ""
-    reply: Any = elements
+    version = {}
+    if task.rubric_version is not None:
+        version["rubric_version"] = task.rubric_version
+    tags = "\n".join(tagged(name, one["text"]) for name, one in examples.items())
+    reply: Any = {name: {**version, **one["answer"]} for name, one in examples.items()}
     if task.form == "list":
-        reply = [{"id": name, **element} for name, element in elements.items()]
+        reply = [{"id": name, **element} for name, element in reply.items()]
     # In JSON an escaped < is the same string, and begins no tag.
     return "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n" % (
-        "\n".join(tags), ITEM_TAG.sub(r"\\u003c\1", encode(reply)))
+        tags, ITEM_TAG.sub(r"\\u003c\1", encode(reply)))
 
 
 def prompt_head(task: Task) -> str:
@@ -1564,27 +1554,23 @@ ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
 
 
-WIDE_COMMAS = {"\uff0c": "a full-width comma", "\u3001": "an ideographic comma"}
-
-
 def read_instruction(options: Settings) -> Optional[str]:
     """The instruction, if one was given: its words, or what is in its file."""
-    typed = options.instruction
+    typed = options.instruction or ""
     path = options.instruction_file
-    if typed is not None and typed.startswith("@"):
-        typed, path = typed[1:], typed[1:]
-        if typed.startswith("@"):
-            return typed
+    if typed.startswith("@@"):
+        return typed[1:]
+    if typed.startswith("@"):
+        path = typed[1:]
     if path is None:
-        return typed
+        return options.instruction
     try:
         with open(path, encoding="utf-8-sig") as file:
             text = file.read().strip()
-    except OSError as error:
-        raise HarnessError("cannot read the instruction file %s: %s; check its name (an "
-                           "instruction that begins with @ is written @@)" % (path, error.strerror))
-    except UnicodeDecodeError:
-        raise HarnessError("the instruction file %s is not UTF-8; save it as UTF-8" % path)
+    except (OSError, UnicodeError) as error:
+        raise HarnessError(
+            "cannot read the instruction file %s: %s; name a text file in UTF-8 (an instruction "
+            "that begins with @ is written @@)" % (path, getattr(error, "strerror", error)))
     if not text:
         raise HarnessError("the instruction file %s is empty; write the instruction into it" % path)
     return text
@@ -1594,13 +1580,14 @@ def read_labels(typed: str) -> List[str]:
     """The labels of --labels, which is one row of CSV."""
     import csv
     labels: List[str] = []
-    with contextlib.suppress(csv.Error):        # an open quote: no label
-        rows = csv.reader([typed], skipinitialspace=True, strict=True)
-        labels = [label.strip() for row in rows for label in row]
-    for comma, words in WIDE_COMMAS.items():
-        if len(labels) == 1 and comma in typed:
-            raise HarnessError("--labels %s is one label: %s is %s; write --labels %s" % (
-                shown(typed), comma, words, shown(re.sub("[\uff0c\u3001]", ",", typed))))
+    with contextlib.suppress(csv.Error):        # an open quote
+        [cells] = csv.reader([typed], skipinitialspace=True, strict=True)
+        labels = [cell.strip() for cell in cells]
+    wide = re.search("[\uff0c\u3001]", typed)
+    if wide and len(labels) == 1:
+        raise HarnessError("--labels %s is one label: %s (U+%04X) is no plain comma; write --labels "
+                           "%s" % (shown(typed), wide[0], ord(wide[0]),
+                                   shown(re.sub(wide.re, ",", typed))))
     if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
         raise HarnessError(
             "--labels %s is a single label, or one is blank or repeated, or a quote is open; write "

@@ -1004,11 +1004,10 @@ class Tasks(Case):
         self.assertEqual(self.asked("--instruction", "@@bob: who?").instruction, "@bob: who?")
         self.write("empty.txt", "\ufeff \n")
         self.write("latin.txt", b"J\xfcdge")
-        for name, words in (("none.txt", "no such file"), ("", "no such file"), (".", "cannot read"),
-                            ("empty.txt", "is empty"), ("latin.txt", "UTF-8")):
-            err = self.refused(*self.ASK, "--instruction", "@" + name)
-            self.assertIn(words, err.lower() + err)
-            self.assertIn(words, self.refused(*self.ASK, "--instruction-file", name).lower() + err)
+        for name, words in (("none.txt", "No such file"), ("", "No such file"), (".", "directory"),
+                            ("empty.txt", "is empty"), ("latin.txt", "decode byte")):
+            for typed in (["--instruction", "@" + name], ["--instruction-file", name]):
+                self.assertIn(words, self.refused(*self.ASK, *typed))
         for option in ("--instruction", "--task"):
             self.refused(*self.ASK, option, "x", "--instruction-file", "ask me.txt")
 
@@ -1031,28 +1030,27 @@ class Tasks(Case):
             ("", "single"),
             ('"a, b"', "single"),
             ('"a,b', "a quote is open"),
-            ("\u597d\uff0c\u574f", 'a full-width comma; write --labels "\u597d,\u574f"'),
-            ("a\u3001b\uff0cc", 'an ideographic comma; write --labels "a,b,c"'),
+            ("\u597d\uff0c\u574f", '\uff0c (U+FF0C) is no plain comma; write --labels "\u597d,\u574f"'),
+            ("a\u3001b\uff0cc", '\u3001 (U+3001) is no plain comma; write --labels "a,b,c"'),
         ):
-            if "\u3001" in typed:
-                words = words.replace("an ideographic", "a full-width")
             self.assertIn(words, self.refused(*self.ASK, "--labels", typed))
-        self.assertIn("an ideographic comma", self.refused(*self.ASK, "--labels", "a\u3001b"))
 
     def test_examples_are_judged_at_load_by_the_tasks_own_schema(self):
         def loaded(fields, *answers, **more):
             examples = [{"text": "t", "answer": answer} for answer in answers]
             return bh.load_task({"fields": fields, "examples": examples, **more})
 
-        one, two = {"answer": LABELS.fields["answer"]}, {"mood": {"enum": ["up"]}, "n": {"minimum": 0}}
-        loaded(one, "good", "bad")
+        one = LABELS.fields
+        two = {"mood": {"enum": ["up"]}, "n": {"minimum": 0}}
+        self.assertEqual(loaded(one, "good", "bad"), loaded(one, {"answer": "good"}, "bad"))
         loaded(two, {"n": 1, "mood": "up"}, rubric_version=2)
         loaded({"mood": {}}, "bare", {"mood": "named"})
         for fields, answer, words in (
             (one, "fine", 'example 2: "answer" breaks enum: "fine" (bad value)'),
-            (one, {"answer": "good"}, "breaks enum"),
+            (one, {"answer": "fine"}, "breaks enum"),
+            (one, {"mood": "good"}, "breaks enum"),
             (one, " ", "breaks enum|is blank"),
-            (two, "up", "example 2: its answer is a string; give an object of all fields: mood, n"),
+            (two, "up", 'example 2: "mood", "n" (missing field)'),
             (two, {"mood": "up"}, 'example 2: "n" (missing field)'),
             (two, {"mood": "up", "n": 1, "id": "x"}, 'example 2: "id" (unknown field)'),
             (two, {"mood": "up", "n": -1}, 'example 2: "n" breaks minimum: -1'),
@@ -1061,12 +1059,14 @@ class Tasks(Case):
             with self.assertRaises(bh.HarnessError) as caught:
                 loaded(fields, good, answer)
             self.assertTrue(any(word in str(caught.exception) for word in words.split("|")), words)
-        for wrong in ({}, "x", {"text": "a"}, {"text": " ", "answer": "good"}, {"text": 5, "answer": "good"},
-                      {"text": "a", "answer": "good", "note": ""}):
+        good = {"text": "a", "answer": "good"}
+        for wrong in ({}, "x", {"text": "a"}, dict(good, text=" "), dict(good, text=5),
+                      dict(good, note="")):
             with self.assertRaisesRegex(bh.HarnessError, "^task: example 1 is .*; give"):
                 bh.load_task({"fields": one, "examples": [wrong]})
-        with self.assertRaises(bh.HarnessError):
-            bh.load_task({"fields": one, "examples": {"a": "good"}})
+        for wrong in ({"a": "good"}, [], None):
+            with self.assertRaises(bh.HarnessError):
+                bh.load_task({"fields": one, "examples": wrong})
 
     def test_the_fingerprint_covers_what_changes_an_answer_and_nothing_else(self):
         base = {
@@ -1103,12 +1103,10 @@ class Tasks(Case):
         task = bh.load_task(
             {"stage": "s", "rubric_version": 3, "fields": {"b": {"enum": [1, "\u4e00"]}, "a": {}}}
         )
-        with_example = task._replace(examples=[{"text": "t", "answer": {"b": 1, "a": "x"}}])
+        with_example = task._replace(examples=[{"text": " t", "answer": {"a": "x", "b": 1}}])
         self.assertNotIn("examples", task.document())
         for one in (task, bh.load_task(with_example.document())):
             self.assertEqual(bh.load_task(json.loads(json.dumps(one.document()))), one)
-        for none in ([], None):
-            self.assertEqual(bh.load_task(dict(task.document(), examples=none)).fingerprint, task.fingerprint)
 
 
 # ==================================================================================================
@@ -1204,10 +1202,9 @@ class Prompts(Case):
     def test_title_and_description_stand_beside_the_rule_and_are_none(self):
         told = {"title": "Mood", "description": "how the author feels"}
         for schema, words in (
-            ({"enum": ["up"], **told}, 'exactly "up" (Mood: how the author feels)'),
+            ({"enum": ["up"], **told}, 'exactly "up" (Mood) (how the author feels)'),
             ({"type": "string", "description": "why"}, "a string (why)"),
             ({"title": "T", "minimum": 0}, 'a JSON value that fits the schema {"minimum": 0} (T)'),
-            ({"title": "", "type": "string"}, "a string"),
             (True, "a JSON value that fits the schema true"),
         ):
             self.assertEqual(bh.describe(schema), words)
@@ -1219,7 +1216,7 @@ class Prompts(Case):
 
     def test_examples_are_shown_in_the_replys_own_form_and_inside_the_same_tags(self):
         for form, first, second in (
-            ("list", '[{"id": "example-1", "rubric_version": 3, "mood": "up"', '{"id": "example-2", '),
+            ("list", '[{"id": "example-1", "rubric_version": 3, "mood": "up"', '"example-2", "ru'),
             ("keyed", '{"example-1": {"rubric_version": 3, "mood": "up"', '"example-2": {"rubric'),
         ):
             task = bh.load_task(dict(self.RICH, examples=self.EXAMPLES), form)
@@ -1256,11 +1253,11 @@ class Prompts(Case):
         self.items_file(3)
         task = dict(LABELS.document(), examples=[{"text": "text number 1", "answer": "good"}])
         self.write("task.json", json.dumps(task))
-        words = ["--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--batch-size", "2"]
+        words = [*Tasks.ASK, "--task", "task.json", "--batch-size", "2"]
         _, dry, _ = self.main(*words, "--dry-run")
         self.assertIn('<item id="example-1">text number 1</item>', dry)
         for form in ([], ["--structured"]):
-            code, _, err = self.main(*words, *form, "--model", "demo", "--ledger", "l.jsonl")
+            code, _, err = self.main(*words, *form, "--ledger", "l.jsonl")
             self.assertEqual(code, 0, err)
         code, out, err = self.main("audit", "--ledger", "l.jsonl", "--input", "items.jsonl")
         self.assertEqual(code, 0, out + err)
