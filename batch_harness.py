@@ -1148,7 +1148,7 @@ NEEDED: Dict[str, Dict[str, Any]] = {                   # members that readers r
 OPTIONAL: Dict[str, Any] = {                            # and of what kind others are
     "event": str, "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int,
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
-    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
+    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list, "price": list,
     "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
@@ -1263,6 +1263,8 @@ def is_row(row: Any) -> bool:
     if row.get("size", 1) < 1 or row.get("attempt", 1) < 1:
         return False
     if not all(type(size) is int and size > 0 for size in row.get("arms", ())):
+        return False
+    if not all(type(price) is float for price in row.get("price", ())):
         return False
     if event == "job":
         return _is_job(row)
@@ -1438,6 +1440,8 @@ class Settings(NamedTuple):
     keep_going: bool = False
     limit: Optional[int] = None
     max_calls: Optional[int] = None
+    price: Sequence[float] = ()                 # of a million tokens in, and out
+    max_cost: Optional[float] = None
     deadline: Optional[float] = None            # seconds
     dry_run: bool = False
     baseline: Optional[str] = None
@@ -2250,6 +2254,20 @@ def as_counts(tally: Mapping[str, int]) -> str:
     """Counts as words, the largest first: "ok 12, set_mismatch 1"; "none" of nothing."""
     entries = sorted(tally.items(), key=lambda entry: (-entry[1], entry[0]))
     return ", ".join("%s %d" % entry for entry in entries) or "none"
+
+
+def money(amount: float) -> str:
+    """An amount of whatever the price was named in, to two digits at least: 12.50, 0.00031."""
+    places = 2
+    if 0 < amount < 0.1:
+        places = 1 - math.floor(math.log10(amount))
+    return "%.*f" % (places, amount)
+
+
+def cost_of(price: Sequence[float], tokens_in: float, tokens_out: float) -> float:
+    """What tokens cost; `price` is that of a million of them, in and out."""
+    cost: float = sum(map(operator.mul, price, (tokens_in, tokens_out)))
+    return cost / 1e6
 
 
 def join_within(parts: Iterable[str], width: float = math.inf) -> str:
@@ -3630,6 +3648,8 @@ ADVICE = {                              # by the verdict that most of them got
     "rejected": "check the account, --model, --param and these texts",
     "bad_value": "change the labels or the instruction",
 }
+ROUGH = "rough: a token for 4 bytes of prompt, 20 for an answer"
+SAMPLED = 10_000                        # texts that are measured for such an estimate
 Came = Union[Reply, CallFailed]         # for an ask
 Members = Dict[str, Any]                # of a row of the ledger
 Header = Callable[[], Mapping[str, Any]]                # gives those of a run's own row
@@ -3702,11 +3722,31 @@ class Pending:
         self.options = options
         self.policy = Policy(options.attempts, options.on_failure)
         self.unfrozen = 0               # rows that were not there at the first pass
+        self.seen = Figures()           # of the task at this size, where a price is to be told
         self._settled = ANSWERED | QUARANTINED      # what is not to be asked
         if options.retry_quarantined:
             self._settled = ANSWERED
         # Flights met while items are read into batches.
         self._side: Deque[Flight] = collections.deque()
+
+    def apply(self, row: Mapping[str, Any]) -> None:
+        """Take in a row of the ledger as it was found."""
+        self.state.apply(row)
+        mine = row["event"] == "attempt" and row["task"] == self.state.task.fingerprint
+        if mine and self.options.price and row["size"] == self.size:
+            self.seen.count(row)
+
+    def tokens_to_expect(self, items: int, calls: int, head: str) -> Tuple[float, float, str]:
+        """The tokens of so many items, in and out, and what that rests on."""
+        seen = self.seen
+        known = seen.calls - seen.tokens_unknown
+        if seen.answered and known:
+            times = seen.calls / known * items / seen.answered
+            return seen.tokens_in * times, seen.tokens_out * times, "as on the ledger"
+        texts = [len(row.text.encode("utf-8", "replace"))
+                 for row in itertools.islice(self.source.rows(), SAMPLED)]
+        mean = sum(texts) / max(1, len(texts)) + len('<item id="0123456789ab"></item>')
+        return (calls * len(head.encode("utf-8")) + items * mean) / 4, items * 20.0, ROUGH
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
@@ -3861,6 +3901,7 @@ class Tally:
     coalesced = 0           # of these, 429s that no row counts yet
     lost = 0                # replies that could not be written
     unanswered = 0          # items in collected jobs
+    billed = 0              # calls without a reply that may cost, too
 
 
 class Run:
@@ -3959,6 +4000,26 @@ class Run:
                       "tends to say the same; try --retry-param temperature=0.7")
         return whole
 
+    def cost(self) -> float:
+        """What the calls have cost, as far as their tokens are known."""
+        figures = self.figures
+        return cost_of(self.options.price, figures.tokens_in, figures.tokens_out)
+
+    def cost_words(self) -> str:
+        """What the calls have cost: "cost about 0.42"."""
+        words = "about"
+        if self.figures.tokens_unknown or self.tally.billed or self.tally.lost:
+            words = "at least"
+        return "cost %s %s" % (words, money(self.cost()))
+
+    def cost_to_expect(self, pending: Pending, items: int, calls: int) -> str:
+        """What so many items at one size will cost, and what that rests on; "": no price."""
+        if not self.options.price:
+            return ""
+        *tokens, basis = pending.tokens_to_expect(items, calls, self.prompt_head)
+        cost = cost_of(self.options.price, *tokens)
+        return "; cost about %s (%s)" % (money(cost), basis)
+
     def confirm(self) -> None:
         """Put into quarantine what was held back: a reply was accepted, or nothing is left."""
         held, self._held = self._held, []
@@ -3971,6 +4032,7 @@ class Run:
         coalesced = self.tally.coalesced or None
         self.tally.coalesced = 0
         self.tally.failures += 1
+        self.tally.billed += failure.billed
         self.append_event(
             "failure", kind=failure.kind, status=failure.status, wait=wait, billed=failure.billed,
             coalesced=coalesced, batch=ask.ids, attempt=ask.attempt, stage=self.task.stage,
@@ -4018,6 +4080,22 @@ class Run:
         advice = ADVICE.get(code, "change the instruction, --batch-size or --model")
         return "%d calls brought no acceptable reply, as for %s%s; %s (or say --keep-going)" % (
             len(rows), reply_words(alike[-1], 200), most, advice)
+
+    def spent(self, now: float) -> str:
+        """Which budget of this run is used up; else ""."""
+        options, figures = self.options, self.figures
+        if self.tally.calls == options.max_calls:
+            return "--max-calls %d is reached" % self.tally.calls
+        if now >= self.deadline:
+            return "the --deadline of %g s has passed" % (options.deadline or 0)
+        if options.max_cost is None:
+            return ""
+        if self.cost() >= options.max_cost:
+            return "--max-cost %g is reached by the calls of this run" % options.max_cost
+        if figures.answered and not figures.tokens_in:
+            return ("--max-cost cannot be held, since this model does not say how many tokens a "
+                    "call took; leave it out, take --max-calls")
+        return ""
 
     def hint(self, kind: str, words: str) -> None:
         """Say something, once for each kind."""
@@ -4187,6 +4265,7 @@ class Pool:
             (True, "%.1f/min", 60 * speed),
             (done, "%s left", clock((tally.pending - done) / (speed or 1))),
             (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
+            (self._run.options.price, "%s", self._run.cost_words()),
             (tally.quarantined, "%d quarantined", tally.quarantined),
             (tally.failures, "%d failed calls", tally.failures)]
         return [words % value for known, words, value in told if known]
@@ -4241,15 +4320,12 @@ class Pool:
 
     def _moment(self, now: float) -> Moment:
         """How things stand, the next call being in the queue where there is any."""
-        run, due, spent = self._run, math.inf, ""
+        run, due = self._run, math.inf
         self._fill(now)
         if self._queue:
             due = self._queue[0][0]
-        if run.tally.calls == run.options.max_calls:
-            spent = "--max-calls %d is reached" % run.tally.calls
-        elif now >= run.deadline:
-            spent = "the --deadline of %g s has passed" % (run.options.deadline or 0)
-        return Moment(due, self._pace.opens(self._in_flight), self._in_flight, spent, run.in_vain())
+        opens = self._pace.opens(self._in_flight)
+        return Moment(due, opens, self._in_flight, run.spent(now), run.in_vain())
 
     def _fill(self, now: float) -> None:
         """Queue the calls of a new batch, where no call can be made."""
@@ -5560,7 +5636,7 @@ SHOWN_LABELS = 12                       # of a field, the most frequent ones
 MAX_WORD = 100                          # characters of an answer that are held
 COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
           "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
-          "items", "failed_items", "verdicts", "normalised")
+          "spent", "unpriced", "items", "failed_items", "verdicts", "normalised")
 SHARES = (                              # name, the part, the whole
     ("first_pass", "first_ok", "first"),
     ("calls_per_item", "calls", "items"),
@@ -5628,6 +5704,9 @@ class Figures:
     tokens_in = 0
     tokens_out = 0
     tokens_unknown = 0                  # calls
+    spent: Optional[float] = None       # by calls whose price is known
+    unpriced = 0                        # the other calls
+    price: Sequence[float] = ()         # of the run whose row comes next
 
     group: Group
     asked = ""                          # the model that was asked for
@@ -5682,6 +5761,11 @@ class Figures:
             self.repeated += 1          # the ledger was put together by hand
             return
         self.count(row)
+        if self.price and "tokens_in" in row and "tokens_out" in row:
+            cost = cost_of(self.price, row["tokens_in"], row["tokens_out"])
+            self.spent = cost + (self.spent or 0.0)
+        else:
+            self.unpriced += 1
         if type(row.get("ms")) is int:  # a batch job's calls have none
             self.ms.append(row["ms"])
         if row["fallback"] and row["size"] > 1:
@@ -5751,6 +5835,7 @@ class Reading:
             figures.group = group
             figures.asked = asked
             figures.fields = an_object(run["task"].get("fields"))
+        self.groups[group].price = run.get("price", ())
         return self.groups[group]
 
     def arms(self) -> List[Figures]:
@@ -5762,7 +5847,7 @@ class Reading:
 
 # ---- an arm against size 1 ----
 
-def share(part: int, whole: int) -> Optional[float]:
+def share(part: float, whole: int) -> Optional[float]:
     """The share of a part; None of nothing."""
     if not whole:
         return None
@@ -6057,6 +6142,8 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
         "first_pass_low": 1 - found.rates.high,
         "first_pass_high": 1 - found.rates.low,
         "tokens_per_item": tokens_per_item(figures),
+        "spent_per_item": share(figures.spent or 0, figures.items),
+        "spent_is": "at least" if figures.unpriced else "about",
         "cost": saving(found),
         "ms_p50": ms[len(ms) // 2],
         "ms_p95": ms[int(0.95 * len(ms))],
@@ -6132,6 +6219,7 @@ DETAILS = (
     ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered .1%)s of their "
      "answers are as at size 1"),
     ("an item costs", "items", "%(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens"),
+    ("cost", "spent", "%(spent_is)s %(spent money)s, %(spent_per_item money)s an item"),
     ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
     ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
      "%(floor_same of floor_compared)s"),
@@ -6156,6 +6244,7 @@ FORMS: Dict[str, Callable[[Any], str]] = {
     "points": lambda value: "%.1f" % (100 * value),
     "few": lambda names: ", ".join(names[:3]) or "texts that vary anyway",
     "counts": as_counts,
+    "money": money,
     "agreements": lambda fields: ", ".join(
         name + AGREES[field["labels"]] % Words(field) for name, field in fields.items()),
 }
@@ -7380,6 +7469,10 @@ TAKES: Dict[str, Tuple[str, str, Callable[..., Any]]] = {
     "DURATION": (
         r"(\d{1,7}(?:\.\d+)?)([smh]?)",
         "a duration such as 90s, 15m or 2h (at most 550h)", duration),
+    "AMOUNT": (r"(?=.*[1-9])(\d{0,6}\.?\d{1,9})", "an amount such as 2.50", float),
+    "IN,OUT": (
+        r"(\d{0,6}\.?\d{1,9}),(\d{0,6}\.?\d{1,9})", "two prices such as 0.15,0.60",
+        lambda *prices: [float(price) for price in prices]),
     "DATE": (r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str),
     "A,B,..": (
         r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
@@ -7458,7 +7551,10 @@ batches and policy:
     --attempts N                how often a batch is asked (default 2)
     --on-failure single|split|exclude    what follows (default single)
     --retry-param NAME=JSON     change the request from the second attempt on
+    --price IN,OUT              of a million tokens of prompts and of replies; says the cost
+  run trial
     --max-calls N               make at most N calls now
+    --max-cost AMOUNT           begin no call once this run has cost so much (--price)
     --deadline DURATION         begin no call after this time
   run trial collect
     --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
@@ -7517,7 +7613,8 @@ REFUSED = (
     ("task", "instruction", "holds the instruction; leave --instruction out"),
     ("task", "labels", "holds the labels; leave --labels out"),
     ("task", "stage", "holds the stage; leave --stage out"),
-    ("max_calls", "batch_api", "means nothing to batch jobs; bound them with --limit"),
+    *((name, "batch_api", "means nothing to batch jobs; bound them with --limit")
+      for name in ("max_calls", "max_cost")),
 )
 
 
@@ -7539,6 +7636,8 @@ def check_options(options: Settings) -> None:
     for name in ("no_wait", "abandon", "finish"):
         if given(options, name) and options.command == "run" and not options.batch_api:
             raise HarnessError("%s is about batch jobs; say --batch-api, too" % spelled(name))
+    if options.max_cost and not options.price:
+        raise HarnessError("--max-cost needs to know what tokens cost; add --price IN,OUT")
     part, parts = options.shard
     if part > parts:
         raise HarnessError("--shard %d/%d is none of its parts; count them from 1" % options.shard)
@@ -7648,7 +7747,7 @@ def taken_up(run: Run, source: Source, rows: Iterable[Mapping[str, Any]]) -> Job
     for row in rows:
         jobs.apply(row)
         for pending in run.arms:
-            pending.state.apply(row)
+            pending.apply(row)
     if len(state.status) > known:                   # the ledger has brought other texts
         check_collision(source, state, run.options.id_length)
     check_ledger(run.options, run.model, state)
@@ -7737,14 +7836,15 @@ def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
     run.tally.pending += asked
     calls = alone + math.ceil(batched / pending.size)
     # How texts fall into batches is not known before.
+    cost = run.cost_to_expect(pending, asked, calls)
     if options.batch_chars is not None or pending.state.open or (options.limit and alone):
-        return "about %d calls" % calls
+        return "about %d calls%s" % (calls, cost)
     most = calls * options.attempts
     if pending.size > 1 and options.on_failure != "exclude":
         most += batched * options.attempts
         if options.on_failure == "split":
             most += batched
-    return "about %d calls if every reply is good, at most %d" % (calls, most)
+    return "about %d calls if every reply is good, at most %d%s" % (calls, most, cost)
 
 
 def trial_words(sizes: Sequence[int]) -> Iterator[str]:
@@ -7815,7 +7915,7 @@ def answered_words(run: Run) -> str:
 
 
 KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
-        "deadline")             # options that stand in a run's row under their own names
+        "price", "max_cost", "deadline")             # options that stand in a run's row under their own names
 
 
 def run_header(run: Run, frozen: InputCount) -> Members:
@@ -7875,6 +7975,8 @@ def spent_words(run: Run) -> str:
                  tally.failures))
     if figures.tokens_in:
         words += "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out)
+    if run.options.price:
+        words += "; " + run.cost_words()
     return words
 
 

@@ -3993,11 +3993,16 @@ class Runs(EndpointCase):
         self.assertNotIn("\r", self.main("--input", "items.jsonl", "--model", "demo")[2])
         tally = types.SimpleNamespace(answered=30, quarantined=2, pending=62, failures=4)
         figures = types.SimpleNamespace(first=20, first_ok=19)
-        pool = types.SimpleNamespace(_run=types.SimpleNamespace(tally=tally, figures=figures),
-                                     _began=100.0, _pace=types.SimpleNamespace(held_until=120.0))
-        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)),
-                         "32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
-                         "2 quarantined, 4 failed calls")
+        run = types.SimpleNamespace(tally=tally, figures=figures, options=bh.Settings(),
+                                    cost_words=lambda: "cost about 0.42")
+        pool = types.SimpleNamespace(_run=run, _began=100.0,
+                                     _pace=types.SimpleNamespace(held_until=120.0))
+        said = ("32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
+                "2 quarantined, 4 failed calls")
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
+        run.options = bh.Settings(price=(1.0, 2.0))
+        said = said.replace("2 q", "cost about 0.42, 2 q")
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     def test_under_nohup_a_dropped_line_ends_nothing(self):
@@ -4076,6 +4081,62 @@ class Runs(EndpointCase):
             came, out, err = self.main("--input", self.items_file(items), *argv)
             self.assertEqual(came, code, out + err)
             self.assertRegex(out, words)
+
+    PRICE = ("--price", "1000,2000")            # so that a call of 40 + 9 tokens costs 0.058
+
+    def test_amounts_have_two_digits(self):
+        amounts = {0: "0.00", 12.5: "12.50", 0.42: "0.42", 0.099: "0.099", 0.000312: "0.00031"}
+        self.assertEqual(list(map(bh.money, amounts)), list(amounts.values()))
+
+    def test_what_the_calls_cost_is_said_before_and_after(self):
+        server = self.serve()
+        bare = len(bh.prompt_head(bh.DEFAULT)) * 4 + 4 * (len("text number 0") + 31)
+        first = "0 quarantined, 4 pending\n.*at most 8; cost about %s \\(rough: a token for 4 bytes"
+        code, out, _ = self.ask(server, 4, *self.PRICE, "--dry-run")
+        self.assertRegex(out, first % bh.money(bare / 4 / 1000 + 80 * 2 / 1000))
+        code, out, _ = self.ask(server, 4, *self.PRICE)
+        self.assertRegex(out, "this run: 4 calls.*; 160 tokens in, 36 out; cost about 0.23\n")
+        self.assertEqual(self.rows(LEDGER, "run")[0]["price"], [1000.0, 2000.0])
+        code, out, _ = self.ask(server, 14, *self.PRICE, "--dry-run")
+        self.assertIn("about 10 calls if every reply is good, at most 20; cost about 0.58 (as on "
+                      "the ledger)", out)
+        code, out, _ = self.ask(server, 14)
+        self.assertNotIn("cost", out)
+        self.assertNotIn("price", self.rows(LEDGER, "run")[1])
+        code, out, _ = self.main("report", "--ledger", LEDGER)
+        self.assertRegex(out, " cost +at least 0.23, 0.017 an item\n")
+        arms = json.loads(self.main("report", "--ledger", LEDGER, "--json")[1])["arms"]
+        self.assertEqual([round(arm["spent"], 6) for arm in arms], [0.232])
+
+    def test_tokens_that_nobody_counted_make_a_cost_at_least_that(self):
+        for first, words in ((completion("GOOD", usage=None), "at least 0.12"),
+                             (500, "at least 0.17"), (429, "about 0.17")):
+            went = self.play(at([1], first), 3, " ".join(self.PRICE))
+            self.assertIn("; cost %s\n" % words, went.out)
+
+    def test_a_run_ends_at_what_it_may_cost(self):
+        options = " ".join((*self.PRICE, "--max-cost", "0.1"))
+        words = ("stopped early: --max-cost 0.1 is reached by the calls of this run; run the same "
+                 "command again to go on", "; cost about 0.12\n")
+        went = self.scene(None, 5, options, (3, 2, 2, 0), *words)
+        self.assertEqual(went.failures, [])
+        server = self.serve()
+        for code, answered in ((3, 4), (0, 5)):     # each run has this for itself
+            came, out, _ = self.ask(server, 5, *options.split())
+            self.assertEqual((came, "%d of 5 items answered" % answered in out), (code, True), out)
+        self.items_file(5)
+        many = self.slow(0.1)
+        out = self.main("--input", "items.jsonl", "--model", "openai:m", "--base-url", many.base,
+                        "--workers", "3", *options.split(), "--ledger", "l.jsonl")[1]
+        self.assertIn("stopped early: --max-cost", out)
+        self.assertLessEqual(len(many.requests), 4)
+        code, out, err = self.main("trial", "--sizes", "1,1", "--ledger", "t.jsonl", "--input",
+                                   "items.jsonl", "--model", "openai:m", "--base-url", server.base,
+                                   "--workers", "1", *options.split())
+        self.assertEqual((code, err.count("; cost about ")), (3, 2), out + err)
+        out = self.fresh("demo", 3, *options.split())[1]
+        self.assertIn("--max-cost cannot be held, since this model does not say how many tokens",
+                      out)
 
     def test_calls_a_minute_are_spaced(self):
         server = self.serve()
@@ -6926,6 +6987,13 @@ class CommandLine(Case):
         RUN --task t --labels a,b                   --task holds the labels
         RUN --task t --stage s                      --task holds the stage
         RUN --batch-api --max-calls 1               --max-calls means nothing to batch jobs
+        RUN --batch-api --price 1,2 --max-cost 1    --max-cost means nothing to batch jobs
+        RUN --max-cost 1                            --max-cost needs to know what tokens cost
+        RUN --price 1,2 --max-cost 0                an amount such as
+        RUN --price 1                               two prices such as 0.15,0.60
+        RUN --price 0,15,0,60                       two prices such as 0.15,0.60
+        emit f RUN --max-calls 1                    unrecognized arguments: --max-calls
+        emit f RUN --max-cost 1                     unrecognized arguments: --max-cost
         RUN --no-wait                               --no-wait is about batch jobs
         RUN --abandon j                             --abandon is about batch jobs
         RUN --finish online                         --finish is about batch jobs
