@@ -4134,7 +4134,7 @@ class Runs(EndpointCase):
                                    "items.jsonl", "--model", "openai:m", "--base-url", server.base,
                                    "--workers", "1", *options.split())
         self.assertEqual((code, err.count("; cost about ")), (3, 2), out + err)
-        out = self.fresh("demo", 3, *options.split())[1]
+        out = self.fresh("demo", 3, *options.split(), "--workers", "1")[1]
         self.assertIn("--max-cost cannot be held, since this model does not say how many tokens",
                       out)
 
