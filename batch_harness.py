@@ -257,6 +257,7 @@ class Row(NamedTuple):
     text: str                   # as it stands in the input, unstripped
     key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
     error: Optional[str] = None
+    record: Any = None          # all of it: an object or a string, if it could be read
 
 
 class Spelled(str):
@@ -1162,9 +1163,14 @@ def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
             if value or value == 0 or name == "model_string"}
 
 
+def one_line(json_text: str) -> str:
+    """JSON in which what breaks lines or steers is escaped."""
+    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), json_text)
+
+
 def row_text(row: Any) -> str:
-    """A row, or part of one, as JSON on one line; what breaks lines or steers is escaped."""
-    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
+    """A row, or part of one, as JSON on one line."""
+    return one_line(encode(row))
 
 
 def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
@@ -1459,6 +1465,8 @@ class Settings(NamedTuple):
     json: bool = False
     output: str = "-"
     raw_csv: bool = False
+    export_columns: str = "answers"
+    status: Sequence[str] = ()                  # which rows; none: all
     fingerprint: Optional[str] = None
     # ---- the table that apply writes ----
     database: str = ""
@@ -1757,8 +1765,8 @@ class Source:
             if not text.strip():
                 raise ValueError("blank text; remove the row")
         except ValueError as problem:
-            return Row(line, "", key, str(problem))
-        return Row(line, text, key)
+            return Row(line, "", key, str(problem), value)
+        return Row(line, text, key, None, value)
 
     def _text_of(self, record: Dict[str, Any]) -> str:
         if self._template is not None:
@@ -6534,25 +6542,50 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
         len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
-EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string",
-                  "rubric_version", "run", "batch_id", "text_sha256", "text")
-SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")
-Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
+STATUSES = ("answered", "quarantined", "pending", "skipped")
+OUTCOME = ("status", "verdict", "detail")
+SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")      # as the ledger's row says
+EXPORT_COLUMNS = ("answer", *OUTCOME, "row", "item", "model_string", "rubric_version", "run",
+                  "batch_id", "text_sha256")
+SPELLED_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+Cells = Dict[str, Any]                  # by the names of columns
+
+
+def input_cells(row: Row, options: Settings) -> Cells:
+    """What an export shows of a row of the input: all of it, or the caller's key alone."""
+    if options.export_columns == "provenance":
+        return {"id": _source_value(row.key or "null")}
+    if isinstance(row.record, str):
+        return {"text": row.record}
+    return {**an_object(row.record)}
+
+
+def input_columns(source: Source, options: Settings) -> List[str]:
+    """The columns of the input as they are met; bad rows are refused before a file is made."""
+    rows = source.good_rows
+    if options.skip_bad:
+        rows = source.rows
+    columns: Cells = {}
+    for row in rows():
+        cells = input_cells(row, options)
+        if not cells.keys() <= columns.keys():
+            columns.update(dict.fromkeys(cells))
+    return list(columns)
 
 
 def exported(source: Source, task: Task, paths: Sequence[str],
-             id_length: int) -> Iterator[Exported]:
-    """Every row of the input in its order, with what the ledgers hold for its text."""
+             options: Settings) -> Iterator[Tuple[Cells, Cells]]:
+    """Every row of the input in its order, and EXPORT_COLUMNS: what the ledgers hold for it."""
     places = settled_places(paths, task)                # a file position an item, no row
     settling = functools.lru_cache(maxsize=1)(row_at)   # neighbours in the input may share a batch
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in paths]
         for number, row in enumerate(source.rows(), 1):
-            out: Exported = dict.fromkeys(EXPORT_COLUMNS)
-            out.update(row=number, id=row.key or "null", status="skipped")
+            out: Cells = dict.fromkeys(EXPORT_COLUMNS)
+            out.update(row=number, status="skipped")
             if row.error is None:
                 sha = text_digest(row.text)
-                out.update(status="pending", item=sha[:id_length], text=row.text)
+                out.update(status="pending", item=sha[:options.id_length])
                 out["rubric_version"] = task.rubric_version
                 out["text_sha256"] = hashlib.sha256(row.text.encode("utf-8")).hexdigest()
                 key = key_of(sha)
@@ -6563,15 +6596,43 @@ def exported(source: Source, task: Task, paths: Sequence[str],
                         out.update({column: settled.get(column) for column in SETTLED})
                 if out["verdict"] == "ok":
                     out["verdict"] = out["detail"] = None       # these say why there is no answer
-            yield out
+            yield input_cells(row, options), out
 
 
-def write_jsonl(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
-    """One object a line; the caller's id goes back as it was spelled."""
+def free_names(wanted: Iterable[str], taken: Iterable[str]) -> List[str]:
+    """The wanted names; one that is taken gets a number.  SQLite tells no case.
+
+    >>> free_names(["answer", "status"], ["Answer", "answer_2"])
+    ['answer_3', 'status']
+    """
+    names: List[str] = []
+    held = {name.lower() for name in taken}
+    for name in wanted:
+        free = name
+        tries = itertools.count(2)
+        while free.lower() in held:
+            free = "%s_%d" % (name, next(tries))
+        held.add(free.lower())
+        names.append(free)
+    return names
+
+
+def as_json(value: Any) -> str:
+    """A value of the input as JSON, with its numbers as they were spelled."""
+    if isinstance(value, dict):
+        members = ["%s: %s" % (encode(name), as_json(value[name])) for name in value]
+        return "{%s}" % ", ".join(members)
+    if isinstance(value, list):
+        return "[%s]" % ", ".join(map(as_json, value))
+    if isinstance(value, Spelled):
+        return str(value)
+    return encode(value)
+
+
+def write_jsonl(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes], raw: bool) -> None:
+    """One object a line."""
     for row in rows:
-        line = row_text({**row, "id": None})
-        line = line.replace('"id": null', '"id": ' + row["id"], 1)
-        file.write(line.encode("utf-8") + b"\n")
+        file.write(one_line(as_json(row)).encode("utf-8") + b"\n")
 
 
 def csv_cell(value: Any, raw: bool = False) -> str:
@@ -6579,105 +6640,123 @@ def csv_cell(value: Any, raw: bool = False) -> str:
 
     Take one leading apostrophe off a text cell to have the text back.
 
-    >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5)
-    ("'=1+1", "''quoted'", '-3.5')
+    >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5), csv_cell("-3.5")
+    ("'=1+1", "''quoted'", '-3.5', '-3.5')
     """
     if value is None:
         return ""
     if not isinstance(value, str):
-        return encode(value)
+        return as_json(value)
     formula = tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20")      # what is run, and the mark itself
-    if value.startswith(formula) and not raw and not isinstance(value, Spelled):
+    if value.startswith(formula) and not raw and not SPELLED_NUMBER.fullmatch(value):
         return "'" + value
     return value
 
 
 def sql_cell(value: Any) -> Any:
     """A value as SQLite holds it; what is no scalar of 64 bits is text, as JSON."""
+    if isinstance(value, Spelled):
+        with contextlib.suppress(ValueError):
+            return _exact(value)
     if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
         return encode(value)
     if isinstance(value, (list, dict)):
-        value = encode(value)
+        value = as_json(value)
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return value
 
 
-def flat_rows(rows: Iterable[Exported], task: Task) -> Iterator[List[Any]]:
-    """Columns, then rows of values; an answer of several fields has a column for each."""
-    fields = list(task.fields)
-    names = fields
-    if task.bare:
-        names = ["answer"]
-    elif {field.lower() for field in fields} & set(EXPORT_COLUMNS):
-        names = ["answer." + field for field in fields]
-    place = EXPORT_COLUMNS.index("answer")
-    yield [*EXPORT_COLUMNS[:place], *names, *EXPORT_COLUMNS[place + 1:]]
-    for row in rows:
-        values = list({**row, "id": _source_value(row["id"])}.values())
-        if not task.bare:
-            answer = an_object(row["answer"])
-            values[place:place + 1] = [answer.get(field) for field in fields]
-        yield values
-
-
-def write_csv(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_csv(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes], raw: bool) -> None:
     """A header and one line per row."""
     import csv
     text = io.TextIOWrapper(
         file, "utf-8", errors="backslashreplace", newline="", write_through=True)
-    csv.writer(text).writerows(
-        [csv_cell(value, raw) for value in values] for values in flat_rows(rows, task))
+    for row in itertools.chain([dict(zip(columns, columns))], rows):
+        csv.writer(text).writerow([csv_cell(row.get(name), raw) for name in columns])
     text.detach()
 
 
-def write_sqlite(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_sqlite(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes],
+                 raw: bool) -> None:
     """A new database with one table, `answers`."""
     import shutil
     import sqlite3
     import tempfile
-    flat = flat_rows(rows, task)
-    columns = next(flat)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "answers.db")
         with contextlib.closing(sqlite3.connect(path)) as base:
+            names = [quoted(sql_cell(name)) for name in columns]
             try:
-                base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
-            except sqlite3.Error as error:              # fields that are alike but for case
+                base.execute("CREATE TABLE answers (%s)" % ", ".join(names))
+            except (sqlite3.Error, ValueError) as error:    # too many; alike but for case
                 raise HarnessError("SQLite takes no such columns: %s; export JSONL" % error)
             base.executemany(
                 "INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)),
-                (list(map(sql_cell, values)) for values in flat))
+                ([sql_cell(row.get(name)) for name in columns] for row in rows))
             base.commit()
         with open(path, "rb") as whole:
             shutil.copyfileobj(whole, file)
 
 
-def counted(rows: Iterable[Exported], tally: Counter[str]) -> Iterator[Exported]:
-    """The rows as they are, each counted under its status as it goes by."""
-    for row in rows:
-        tally[row["status"]] += 1
-        yield row
-
-
-EXPORTS: Dict[str, Callable[[Iterable[Exported], IO[bytes], Task, bool], None]] = {
+EXPORTS: Dict[str, Callable[[Sequence[str], Iterable[Cells], IO[bytes], bool], None]] = {
     ".csv": write_csv, ".jsonl": write_jsonl, ".ndjson": write_jsonl, ".json": write_jsonl,
     ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}
 
 
-def export(rows: Iterable[Exported], output: str, task: Task, raw_csv: bool) -> None:
-    """Write an export, to a file or to standard output."""
-    if output == "-":
-        if sys.stdout is None:
-            raise HarnessError("standard output is closed; name a file with --output")
-        write_jsonl(rows, sys.stdout.buffer, task, raw_csv)
+def own_values(out: Cells, task: Task, shown: Sequence[str], nested: bool) -> List[Any]:
+    """What an export adds to a row of the input."""
+    told = [out[name] for name in shown]
+    answer = out["answer"]
+    if nested:
+        return [answer, dict(zip(shown, told))]
+    if task.bare:
+        answer = {"answer": answer}
+    return [*map(an_object(answer).get, task.fields), *told]
+
+
+def export(source: Source, task: Task, paths: Sequence[str], options: Settings,
+           say: Speaker) -> Counter[str]:
+    """Write an export to its file or to standard output; how many rows of the input stand where."""
+    write = EXPORTS.get(os.path.splitext(options.output)[1], write_jsonl)
+    nested = write is write_jsonl
+    shown: Sequence[str] = EXPORT_COLUMNS[1:]
+    if options.export_columns == "answers":
+        shown = OUTCOME
+    own = [*task.fields, *shown]
+    if nested:
+        own = ["answer", "harness"]
+    inputs = input_columns(source, options)
+    names = free_names(own, inputs)
+    changed = ["%s is written as %s" % pair for pair in zip(own, names) if pair[0] != pair[1]]
+    if changed:
+        say("names that are taken already: " + ", ".join(changed))
+    tally: Counter[str] = collections.Counter()
+
+    def rows() -> Iterator[Cells]:
+        for cells, out in exported(source, task, paths, options):
+            tally[out["status"]] += 1
+            if out["status"] in (options.status or STATUSES):
+                yield {**cells, **dict(zip(names, own_values(out, task, shown, nested)))}
+
+    def write_rows(file: IO[bytes]) -> None:
+        write([*inputs, *names], rows(), file, options.raw_csv)
+
+    if options.output == "-":
+        write_rows(sys.stdout.buffer)
         sys.stdout.flush()
-        return
-    write = EXPORTS.get(os.path.splitext(output)[1])
-    if write is None:
+    else:
+        write_whole(options.output, write_rows, "--output")
+    return tally
+
+
+def check_output(output: str) -> None:
+    """HarnessError where an export cannot be written there."""
+    if output == "-" and sys.stdout is None:
+        raise HarnessError("standard output is closed; name a file with --output")
+    if output != "-" and os.path.splitext(output)[1] not in EXPORTS:
         raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file "
                            "with --output" % output)
-    write_whole(output, lambda file: write(rows, file, task, raw_csv), "--output")
 
 
 # ==================================================================================================
@@ -7494,6 +7573,8 @@ reading:
     --json                      as data
   export
     --output FILE               .csv, .db (SQLite) or .jsonl (default stdout)
+    --columns answers|provenance|all    default answers: yours, answers; all: the origin, too
+    --status answered|quarantined|pending|skipped+    only the rows that stand so
     --raw-csv                   leave cells that a spreadsheet would run as they are
   export apply
     --stage NAME                whose answers, where the ledger holds several tasks
@@ -7508,7 +7589,8 @@ table:
     --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
     --set COLUMN=FIELD          which column takes which field (default: those of the same name)
 """ % (LEDGER, LEDGER, "|".join(sorted(READERS)), CHOICES, AT_FIRST, IN_A_ROW)
-FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}    # other names in Settings
+FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns",
+          "--columns answers|provenance|all": "export_columns"}    # other names in Settings
 
 # Two options that are not given together, and what is said of the first one.
 REFUSED = (
@@ -7609,7 +7691,7 @@ def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pen
         # Digests are as good as drawn: the least of them are the same sample on every machine,
         # and their order is as good as shuffled.
         state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-        held = [row for row in source.rows()
+        held = [row._replace(record=None) for row in source.rows()
                 if row.error is None and key_of(text_digest(row.text)) in state.status]
         asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
     states = [state, *(State(task, arm, state.status) for arm in range(1, len(sizes)))]
@@ -7933,15 +8015,13 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
     ledgers = each_once(options.ledgers)
     if os.path.realpath(options.output) in map(os.path.realpath, (options.input, *ledgers)):
         raise HarnessError("--output names the input or the ledger; name another file")
+    check_output(options.output)
     task = ledger_task(ledgers, options.stage, options.fingerprint)
-    tally: Counter[str] = collections.Counter()
     with contextlib.closing(Source(options)) as source:
-        if not options.skip_bad:                    # bad rows are refused before a file is made
-            collections.deque(source.good_rows(), maxlen=0)
-        rows = exported(source, task, ledgers, options.id_length)
-        export(counted(rows, tally), options.output, task, options.raw_csv)
+        tally = export(source, task, ledgers, options, say)
+    written = {status: tally[status] for status in options.status or tally}
     target = options.output if given(options, "output") else "standard output"
-    say("%d rows to %s: %s" % (sum(tally.values()), target, as_counts(tally)))
+    say("%d rows to %s: %s" % (sum(written.values()), target, as_counts(written)))
     if not tally["answered"] and not tally["quarantined"]:
         say("no text of this input has an answer on %s (a trial's are not exported); check "
             "--ledger, --input and --text-field" % ", ".join(ledgers))
