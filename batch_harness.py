@@ -287,8 +287,7 @@ def _figures(spelled: str) -> str:
 def _exact(spelled: str) -> float:
     """A float that is written back as the same value; ValueError where it would be rounded."""
     value = _finite(spelled)
-    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures
-    # are an equal value.
+    # Equal figures are an equal value: no float is ten times off, but for 0, which has no figures.
     if spelled != repr(value) and _figures(spelled) != _figures(repr(value)):
         raise ValueError("the number %s would be rounded to %r" % (
             shown(Spelled(spelled), 40), value))
@@ -1163,14 +1162,9 @@ def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
             if value or value == 0 or name == "model_string"}
 
 
-def one_line(json_text: str) -> str:
-    """JSON in which what breaks lines or steers is escaped."""
-    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), json_text)
-
-
-def row_text(row: Any) -> str:
-    """A row, or part of one, as JSON on one line."""
-    return one_line(encode(row))
+def row_text(row: Any, to_json: Callable[[Any], str] = encode) -> str:
+    """A row, or part of one, as JSON on one line; what breaks lines or steers is escaped."""
+    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), to_json(row))
 
 
 def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
@@ -5566,18 +5560,19 @@ BASELINE = 100                          # single first calls without which no la
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
 MAX_WORD = 100                          # characters of an answer that are held
-COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
-          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
-          "items", "failed_items", "verdicts", "normalised")
-SHARES = (                              # name, the part, the whole
-    ("first_pass", "first_ok", "first"),
-    ("calls_per_item", "calls", "items"),
-    ("agreement", "same", "compared"),
-    ("floor", "floor_same", "floor_compared"),
-    ("agreement_reordered", "reordered_same", "reordered_compared"),
-    ("half_first", "first_differ", "first_compared"),
-    ("half_second", "second_differ", "second_compared"),
-)
+COUNTS = """
+calls first first_ok failures retried rescued fallbacks answered quarantined reordered repeated
+tokens_in tokens_out tokens_unknown items failed_items verdicts normalised
+""".split()
+SHARES = """
+first_pass           first_ok        first
+calls_per_item       calls           items
+agreement            same            compared
+floor                floor_same      floor_compared
+agreement_reordered  reordered_same  reordered_compared
+half_first           first_differ    first_compared
+half_second          second_differ   second_compared
+"""                                     # name, the part, the whole
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Lines = Iterator[Tuple[str, str]]       # label, words
@@ -5810,38 +5805,27 @@ class Comparison:
         self.both = [key for key in here if key in one]
         self.differing = [              # where size 1 and its repetition agree
             short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
-        self.tally = collections.Counter(self._seen())
-        batches = [keys for _, keys in figures.batches if len(keys) > 1]
-        excesses = [excess_of(keys, self.answers) for keys in batches]
+        batches = [(reordered, keys) for reordered, keys in figures.batches if len(keys) > 1]
+        excesses = [excess_of(keys, self.answers) for _, keys in batches]
         self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
+        first = [key for _, keys in batches for key in keys[:(len(keys) + 1) // 2]]
+        second = [key for _, keys in batches for key in keys[(len(keys) + 1) // 2:]]
+        moved = [key for reordered, keys in batches if reordered for key in keys]
+        self.tally: Dict[str, int] = {}             # by the names of SHARES
+        self._compare("", here, here)
+        self._compare("floor_", two, two)
+        self._compare("reordered_", here, moved)
+        self._compare("first_", here, first)
+        self._compare("second_", here, second)
 
-    def _seen(self) -> Iterator[str]:
-        """What to count, by the names of SHARES."""
-        here, one, two = self.answers
-        for key in self.both:
-            yield "compared"
-            if here[key] == one[key]:
-                yield "same"
-        for key in two:
-            if key in one:
-                yield "floor_compared"
-                if two[key] == one[key]:
-                    yield "floor_same"
-        for reordered, keys in self.figures.batches:
-            for place, key in enumerate(keys):
-                if key in one and len(keys) > 1:
-                    half = "first"
-                    if 2 * place >= len(keys):
-                        half = "second"
-                    yield half + "_compared"
-                    if here[key] != one[key]:
-                        yield half + "_differ"
-                    if reordered:
-                        yield "reordered_compared"
-                    if reordered and here[key] == one[key]:
-                        yield "reordered_same"
+    def _compare(self, name: str, answers: Mapping[int, Answer], keys: Iterable[int]) -> None:
+        one = self.base.answers
+        same = [answers[key] == one[key] for key in keys if key in one]
+        self.tally[name + "compared"] = len(same)
+        self.tally[name + "same"] = sum(same)
+        self.tally[name + "differ"] = len(same) - sum(same)
 
 
 # ---- decisions ----
@@ -6058,6 +6042,7 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     figures = found.figures
     ms: List[Any] = sorted(figures.ms) or [None]
     data = {
+        **found.tally,
         **figures.group._asdict(),
         **{name: getattr(figures, name) for name in COUNTS},
         "asked": figures.asked,
@@ -6074,9 +6059,7 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
         "fields": dict(field_data(found)),
         "kappa": None,
     }
-    for name, part, whole in SHARES:
-        data.setdefault(part, found.tally[part])
-        data.setdefault(whole, found.tally[whole])
+    for name, part, whole in map(str.split, SHARES.strip().split("\n")):
         data[name] = share(data[part], data[whole])
     if found.excess:
         data["difference_low"], data["difference_high"] = found.shift
@@ -6111,53 +6094,60 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
 
 # ---- data -> words: each member stands in one table, (label, needed member, words) ----
 
-OVERVIEW = (
-    ("arm", "%(label)s"),
-    ("size", "%(size)s"),
-    ("form", "%(form)s"),
-    ("calls", "%(calls)s"),
-    ("first pass", "%(first_pass .1%)s"),
-    ("agrees", "%(agreement .1%)s"),
-    ("floor", "%(floor .1%)s"),
-    ("tok/item", "%(tokens_per_item .0f)s"),
-    ("decision", "%(decision)s"),
-)
-DETAILS = (
-    ("decision", "decision", "%(decision)s: %(why)s"),
-    ("model", "model", "%(model)s, %(form)s, size %(size)s"),
-    ("task", "task", "%(task)s, stage %(stage)s, on %(ledger)s"),
-    ("calls", "calls", "%(calls)s"),
-    ("first pass ok", "calls", "%(first_ok of first)s full batches; between "
-     "%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks"),
-    ("rescued by retry", "retried", "%(rescued of retried)s"),
-    ("fallbacks", "fallbacks", "%(fallbacks)s calls; items that fell back: %(fell_back of items)s"),
-    ("items answered", "calls", "%(answered)s"),
-    ("items quarantined", "quarantined", "%(quarantined of items)s"),
-    ("tokens", "tokens_in", "%(tokens_in)s in, %(tokens_out)s out"),
-    ("tokens unknown", "tokens_unknown", "for %(tokens_unknown of calls)s calls"),
-    ("verdicts", "verdicts", "%(verdicts counts)s"),
-    ("normalised", "normalised", "%(normalised counts)s"),
-    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered .1%)s of their "
-     "answers are as at size 1"),
-    ("an item costs", "items", "%(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens"),
-    ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
-    ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
-     "%(floor_same of floor_compared)s"),
-    ("by field", "compared", "%(fields agreements)s"),
-    ("agrees with gold", "judged", "%(right of judged)s answers; against size 1 it lost %(lost)s "
-     "right ones and won %(won)s (p %(p .3g)s)"),
-    ("no gold label", "gold_unknown", "%(gold_unknown)s gold values are no label and left out"),
-    ("differing answers", "half_first", "%(half_first .1%)s in the first half of the prompt, "
-     "%(half_second .1%)s in the second"),
-    ("would cost", "cost", "%(cost)s"),
-    ("repeated rows", "repeated", "%(repeated)s, not counted"),
-)
-ASKED = ("instruction", "fields", "at", "run", "input", "rows", "items", "model", "host", "params",
-         "arms", "batch_size", "fingerprint", "stage")
-EXPLAINED = (                           # of a row of the ledger about an item, by its own names
-    "outcome", "target", "verdict", "meaning", "detail", "answer", "attempt", "fallback", "size",
-    "batch_id", "model_string", "asked", "missing", "extra", "normalised", "params", "kind",
-    "status", "finish", "prompt", "reply")
+def text_table(text: str) -> List[List[str]]:
+    """A table that is written as text, a row a line."""
+    return [re.split(r" *\| ", line) for line in text.strip().split("\n")]
+
+
+OVERVIEW = text_table("""
+arm        | %(label)s
+size       | %(size)s
+form       | %(form)s
+calls      | %(calls)s
+first pass | %(first_pass .1%)s
+agrees     | %(agreement .1%)s
+floor      | %(floor .1%)s
+tok/item   | %(tokens_per_item .0f)s
+decision   | %(decision)s
+""")
+DETAILS = text_table("""
+decision           | decision       | %(decision)s: %(why)s
+model              | model          | %(model)s, %(form)s, size %(size)s
+task               | task           | %(task)s, stage %(stage)s, on %(ledger)s
+calls              | calls          | %(calls)s
+first pass ok      | calls          | %(first_ok of first)s full batches; between \
+%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks
+rescued by retry   | retried        | %(rescued of retried)s
+fallbacks          | fallbacks      | %(fallbacks)s calls; items that fell back: %(fell_back of \
+items)s
+items answered     | calls          | %(answered)s
+items quarantined  | quarantined    | %(quarantined of items)s
+tokens             | tokens_in      | %(tokens_in)s in, %(tokens_out)s out
+tokens unknown     | tokens_unknown | for %(tokens_unknown of calls)s calls
+verdicts           | verdicts       | %(verdicts counts)s
+normalised         | normalised     | %(normalised counts)s
+reordered replies  | reordered      | %(reordered)s; %(agreement_reordered .1%)s of their answers \
+are as at size 1
+an item costs      | items          | %(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens
+a call takes       | ms_p50         | %(ms_p50)s ms, one in twenty %(ms_p95)s ms or more
+agrees with size 1 | compared       | %(same of compared)s answers; floor: size 1 with itself \
+%(floor_same of floor_compared)s
+by field           | compared       | %(fields agreements)s
+agrees with gold   | judged         | %(right of judged)s answers; against size 1 it lost \
+%(lost)s right ones and won %(won)s (p %(p .3g)s)
+no gold label      | gold_unknown   | %(gold_unknown)s gold values are no label and left out
+differing answers  | half_first     | %(half_first .1%)s in the first half of the prompt, \
+%(half_second .1%)s in the second
+would cost         | cost           | %(cost)s
+repeated rows      | repeated       | %(repeated)s, not counted
+""")
+ASKED = """
+instruction fields at run input rows items model host params arms batch_size fingerprint stage
+""".split()
+EXPLAINED = """
+outcome target verdict meaning detail answer attempt fallback size batch_id model_string asked
+missing extra normalised params kind status finish prompt reply
+""".split()                             # of a row of the ledger about an item, by its own names
 AGREES = {True: " %(agreement .1%)s (kappa %(kappa .2f)s)",
           False: " %(agreement .1%)s (free text: to differ is no error)"}
 FORMS: Dict[str, Callable[[Any], str]] = {
@@ -6184,8 +6174,7 @@ class Words(Dict[str, Any]):
         return format(value, form).replace("%", " %")
 
 
-def described(table: Sequence[Tuple[str, str, str]],
-              data: Data) -> Lines:
+def described(table: Sequence[Sequence[str]], data: Data) -> Lines:
     """What is to be said of some data: (label, words); nothing of what is not there, or 0."""
     for label, needed, words in table:
         value = data.get(needed)
@@ -6632,7 +6621,7 @@ def as_json(value: Any) -> str:
 def write_jsonl(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes], raw: bool) -> None:
     """One object a line."""
     for row in rows:
-        file.write(one_line(as_json(row)).encode("utf-8") + b"\n")
+        file.write(row_text(row, as_json).encode("utf-8") + b"\n")
 
 
 def csv_cell(value: Any, raw: bool = False) -> str:
