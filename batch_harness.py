@@ -5810,9 +5810,9 @@ class Comparison:
         self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
-        first = [key for _, keys in batches for key in keys[:(len(keys) + 1) // 2]]
-        second = [key for _, keys in batches for key in keys[(len(keys) + 1) // 2:]]
-        moved = [key for reordered, keys in batches if reordered for key in keys]
+        first = (key for _, keys in batches for key in keys[:(len(keys) + 1) // 2])
+        second = (key for _, keys in batches for key in keys[(len(keys) + 1) // 2:])
+        moved = (key for reordered, keys in batches if reordered for key in keys)
         self.tally: Dict[str, int] = {}             # by the names of SHARES
         self._compare("", here, here)
         self._compare("floor_", two, two)
@@ -5822,10 +5822,10 @@ class Comparison:
 
     def _compare(self, name: str, answers: Mapping[int, Answer], keys: Iterable[int]) -> None:
         one = self.base.answers
-        same = [answers[key] == one[key] for key in keys if key in one]
-        self.tally[name + "compared"] = len(same)
-        self.tally[name + "same"] = sum(same)
-        self.tally[name + "differ"] = len(same) - sum(same)
+        same = collections.Counter(answers[key] == one[key] for key in keys if key in one)
+        self.tally[name + "compared"] = sum(same.values())
+        self.tally[name + "same"] = same[True]
+        self.tally[name + "differ"] = same[False]
 
 
 # ---- decisions ----
@@ -5987,15 +5987,15 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Data:
     labels = label_words(fields[field])
     here, one, _ = found.answers
     known = {key: word for key, word in gold.items() if word in labels or not labels}
-    judged = [key for key in known if key in here]
-    right = {key for key in judged if here[key][place] == known[key]}
-    single = {key for key in judged if key in one and one[key][place] == known[key]}
-    lost = len(single - right)
-    won = len((right - single) & set(one))
-    pairs = collections.Counter((known[key], here[key][place]) for key in judged)
+    pairs = collections.Counter((known[key], here[key][place]) for key in known if key in here)
+    right = {key for key in known if key in here and here[key][place] == known[key]}
+    single = {key for key in known if key in one and one[key][place] == known[key]}
+    lost = len((single - right) & here.keys())
+    won = len((right - single) & one.keys())
+    judged = sum(pairs.values())
     return {
-        "accuracy": share(len(right), len(judged)),
-        "judged": len(judged),
+        "accuracy": share(len(right), judged),
+        "judged": judged,
         "right": len(right),
         "lost": lost,
         "won": won,
@@ -6345,23 +6345,22 @@ def inspection(options: Settings, reading: Reading, datas: Sequence[Data], gold:
     """Answers beside their texts as a table; in front what differs, and what is in quarantine."""
     front = {name for data in datas for name in data["differing_items"]}
     front.update(place[3][:ID_LENGTH] for place in list(reading.held)[:SHOWN_ITEMS])
-    marked: Dict[str, List[str]] = {}           # rows by their item
-    others: Dict[str, List[str]] = {}
-    arms = [figures.answers for figures in reading.arms()]
-    columns = [*arms]
+    rows: Dict[str, List[str]] = {}             # by their item
+    columns = arms = [figures.answers for figures in reading.arms()]
     head = ["item", "text", *[data["title"] for data in datas]]
     if gold:
-        columns.insert(0, {key: (word,) for key, word in gold.items()})
+        columns = [{key: (word,) for key, word in gold.items()}, *arms]
         head.insert(2, "gold")
     for row in good_input(options):
         key = key_of(text_digest(row.text))
         name = short_id(key)
-        cells = [name, row.text, *["; ".join(column.get(key, ["-"])) for column in columns]]
-        if name in front:
-            marked[name] = cells
-        elif len(others) < SHOWN_ITEMS and any(key in answers for answers in arms):
-            others[name] = cells
-    return as_table(INSPECTED, head, [*marked.values(), *others.values()], len(marked))
+        shown = len(rows) < SHOWN_ITEMS and any(key in answers for answers in arms)
+        if shown or name in front:
+            answers = ["; ".join(column.get(key, ["-"])) for column in columns]
+            rows[name] = [name, row.text, *answers]
+    marked = [name for name in rows if name in front]
+    others = [name for name in rows if name not in front]
+    return as_table(INSPECTED, head, [rows[name] for name in marked + others], len(marked))
 
 
 # ---- the command ----
@@ -6453,9 +6452,7 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     batches = {one for _, row in touching for one in row.get("batch", ())}
     items = (Item(entry.text, entry.key, len(name)) for entry in good_input(options))
     texts = {item.id: item for item in items if item.id in batches}
-    text = "(give the --input that holds it)"
-    if name in texts:
-        text = texts[name].text
+    text = getattr(texts.get(name), "text", "(give the --input that holds it)")
     out("item %s, text: %s" % (name, text), wrap=False)
     stands = "pending: no attempt has settled it"
     for number, row in touching:
@@ -6517,8 +6514,8 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
                 with contextlib.suppress(HarnessError):         # a row that was edited by hand
                     task = load_task(row["task"], row["form"])
                     tasks[row["fingerprint"]] = task._replace(fingerprint=row["fingerprint"])
-            elif row["event"] == "attempt" and row.get("arm") is None:      # a trial's do not count
-                answered[row["task"]] += len(answers_of(row))
+            elif row.get("arm") is None:                        # a trial's do not count
+                answered[row.get("task", "")] += len(answers_of(row))
     fits = [task for task in tasks.values()
             if stage in (None, task.stage) and fingerprint in (None, task.fingerprint)]
     fits = [task for task in fits if answered[task.fingerprint]] or fits
@@ -6531,11 +6528,11 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
         len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
-STATUSES = ("answered", "quarantined", "pending", "skipped")
-OUTCOME = ("status", "verdict", "detail")
-SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")      # as the ledger's row says
-EXPORT_COLUMNS = ("answer", *OUTCOME, "row", "item", "model_string", "rubric_version", "run",
-                  "batch_id", "text_sha256")
+EXPORT_COLUMNS = """
+answer status verdict detail row item model_string rubric_version run batch_id text_sha256
+""".split()
+OUTCOME = EXPORT_COLUMNS[1:4]           # what is always shown beside the answer
+SETTLED = "verdict detail model_string run batch_id".split()        # as the ledger's row says
 SPELLED_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 Cells = Dict[str, Any]                  # by the names of columns
 
@@ -6556,9 +6553,7 @@ def input_columns(source: Source, options: Settings) -> List[str]:
         rows = source.rows
     columns: Cells = {}
     for row in rows():
-        cells = input_cells(row, options)
-        if not cells.keys() <= columns.keys():
-            columns.update(dict.fromkeys(cells))
+        columns.update(input_cells(row, options))
     return list(columns)
 
 
@@ -6572,38 +6567,36 @@ def exported(source: Source, task: Task, paths: Sequence[str],
         for number, row in enumerate(source.rows(), 1):
             out: Cells = dict.fromkeys(EXPORT_COLUMNS)
             out.update(row=number, status="skipped")
+            sha = text_digest(row.text)
+            key = key_of(sha)
             if row.error is None:
-                sha = text_digest(row.text)
                 out.update(status="pending", item=sha[:options.id_length])
                 out["rubric_version"] = task.rubric_version
                 out["text_sha256"] = hashlib.sha256(row.text.encode("utf-8")).hexdigest()
-                key = key_of(sha)
-                for file, offsets in zip(files, places):
-                    if key in offsets:
-                        settled = settling(file, offsets[key])
-                        out["status"], out["answer"] = settled_as(settled, sha)
-                        out.update({column: settled.get(column) for column in SETTLED})
-                if out["verdict"] == "ok":
-                    out["verdict"] = out["detail"] = None       # these say why there is no answer
+            for file, offsets in zip(files, places):
+                if key in offsets:
+                    settled = settling(file, offsets[key])
+                    out.update((column, settled.get(column)) for column in SETTLED)
+                    out["status"], out["answer"] = settled_as(settled, sha)
+            if out["status"] == "answered":
+                out["verdict"] = out["detail"] = None   # these say why there is no answer
             yield input_cells(row, options), out
 
 
-def free_names(wanted: Iterable[str], taken: Iterable[str]) -> List[str]:
-    """The wanted names; one that is taken gets a number.  SQLite tells no case.
+def free_name(wanted: str, taken: Set[str]) -> str:
+    """A name that is not taken, now taken, too: the wanted one, or that with a number.
 
-    >>> free_names(["answer", "status"], ["Answer", "answer_2"])
-    ['answer_3', 'status']
+    SQLite tells no case, so that names are taken in small letters.
+
+    >>> free_name("Answer", {"answer", "answer_2"})
+    'Answer_3'
     """
-    names: List[str] = []
-    held = {name.lower() for name in taken}
-    for name in wanted:
-        free = name
-        tries = itertools.count(2)
-        while free.lower() in held:
-            free = "%s_%d" % (name, next(tries))
-        held.add(free.lower())
-        names.append(free)
-    return names
+    name = wanted
+    tries = itertools.count(2)
+    while name.lower() in taken:
+        name = "%s_%d" % (wanted, next(tries))
+    taken.add(name.lower())
+    return name
 
 
 def as_json(value: Any) -> str:
@@ -6688,9 +6681,8 @@ def write_sqlite(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes],
             shutil.copyfileobj(whole, file)
 
 
-EXPORTS: Dict[str, Callable[[Sequence[str], Iterable[Cells], IO[bytes], bool], None]] = {
-    ".csv": write_csv, ".jsonl": write_jsonl, ".ndjson": write_jsonl, ".json": write_jsonl,
-    ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}
+WRITERS: Dict[str, Callable[..., None]] = {
+    "jsonl": write_jsonl, "csv": write_csv, "sqlite": write_sqlite}
 
 
 def own_values(out: Cells, task: Task, shown: Sequence[str], nested: bool) -> List[Any]:
@@ -6700,23 +6692,24 @@ def own_values(out: Cells, task: Task, shown: Sequence[str], nested: bool) -> Li
     if nested:
         return [answer, dict(zip(shown, told))]
     if task.bare:
-        answer = {"answer": answer}
+        answer = out
     return [*map(an_object(answer).get, task.fields), *told]
 
 
 def export(source: Source, task: Task, paths: Sequence[str], options: Settings,
            say: Speaker) -> Counter[str]:
     """Write an export to its file or to standard output; how many rows of the input stand where."""
-    write = EXPORTS.get(os.path.splitext(options.output)[1], write_jsonl)
+    write = export_writer(options.output)
     nested = write is write_jsonl
-    shown: Sequence[str] = EXPORT_COLUMNS[1:]
+    shown = EXPORT_COLUMNS[1:]
     if options.export_columns == "answers":
         shown = OUTCOME
     own = [*task.fields, *shown]
     if nested:
         own = ["answer", "harness"]
     inputs = input_columns(source, options)
-    names = free_names(own, inputs)
+    taken = {name.lower() for name in inputs}
+    names = [free_name(name, taken) for name in own]
     changed = ["%s is written as %s" % pair for pair in zip(own, names) if pair[0] != pair[1]]
     if changed:
         say("names that are taken already: " + ", ".join(changed))
@@ -6725,11 +6718,16 @@ def export(source: Source, task: Task, paths: Sequence[str], options: Settings,
     def rows() -> Iterator[Cells]:
         for cells, out in exported(source, task, paths, options):
             tally[out["status"]] += 1
-            if out["status"] in (options.status or STATUSES):
-                yield {**cells, **dict(zip(names, own_values(out, task, shown, nested)))}
+            if not options.status or out["status"] in options.status:
+                cells.update(zip(names, own_values(out, task, shown, nested)))
+                yield cells
 
     def write_rows(file: IO[bytes]) -> None:
-        write([*inputs, *names], rows(), file, options.raw_csv)
+        try:
+            write([*inputs, *names], rows(), file, options.raw_csv)
+        except RecursionError:
+            raise HarnessError("a row of the input is nested too deep to be written; leave it out "
+                               "with --columns provenance")
 
     if options.output == "-":
         write_rows(sys.stdout.buffer)
@@ -6739,13 +6737,17 @@ def export(source: Source, task: Task, paths: Sequence[str], options: Settings,
     return tally
 
 
-def check_output(output: str) -> None:
-    """HarnessError where an export cannot be written there."""
-    if output == "-" and sys.stdout is None:
-        raise HarnessError("standard output is closed; name a file with --output")
-    if output != "-" and os.path.splitext(output)[1] not in EXPORTS:
+def export_writer(output: str) -> Callable[..., None]:
+    """What writes an export there; HarnessError where it cannot be written."""
+    form = FORMATS.get(os.path.splitext(output)[1], "")
+    if output == "-":
+        form = "jsonl"
+        if sys.stdout is None:
+            raise HarnessError("standard output is closed; name a file with --output")
+    if form not in WRITERS:
         raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file "
                            "with --output" % output)
+    return WRITERS[form]
 
 
 # ==================================================================================================
@@ -8004,7 +8006,7 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
     ledgers = each_once(options.ledgers)
     if os.path.realpath(options.output) in map(os.path.realpath, (options.input, *ledgers)):
         raise HarnessError("--output names the input or the ledger; name another file")
-    check_output(options.output)
+    export_writer(options.output)
     task = ledger_task(ledgers, options.stage, options.fingerprint)
     with contextlib.closing(Source(options)) as source:
         tally = export(source, task, ledgers, options, say)
