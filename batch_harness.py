@@ -5725,14 +5725,13 @@ class Reading:
         figures = self._figures(log, row)
         if row["event"] == "attempt":
             figures.add(row)
-        if "answers" in row or "quarantined" in row:
-            for sha in row["text_sha"]:
-                place = (log.path, row["task"], row.get("arm"), sha)
-                if place in self.held:
-                    self.held.pop(place).quarantined -= 1
-                if "quarantined" in row:
-                    self.held[place] = figures
-                    figures.quarantined += 1
+        for sha in row.get("text_sha", ()):         # only of what settles
+            place = (log.path, row["task"], row.get("arm"), sha)
+            if place in self.held:
+                self.held.pop(place).quarantined -= 1
+            if "quarantined" in row:
+                self.held[place] = figures
+                figures.quarantined += 1
 
     def _figures(self, log: Log, row: Data) -> Figures:
         """Where an attempt counts.  A refusal names no model: the one that answered last."""
@@ -5805,27 +5804,38 @@ class Comparison:
         self.both = [key for key in here if key in one]
         self.differing = [              # where size 1 and its repetition agree
             short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
-        batches = [(reordered, keys) for reordered, keys in figures.batches if len(keys) > 1]
-        excesses = [excess_of(keys, self.answers) for _, keys in batches]
+        self.tally = collections.Counter(self._seen())
+        batches = [keys for _, keys in figures.batches if len(keys) > 1]
+        excesses = [excess_of(keys, self.answers) for keys in batches]
         self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
-        first = (key for _, keys in batches for key in keys[:(len(keys) + 1) // 2])
-        second = (key for _, keys in batches for key in keys[(len(keys) + 1) // 2:])
-        moved = (key for reordered, keys in batches if reordered for key in keys)
-        self.tally: Dict[str, int] = {}             # by the names of SHARES
-        self._compare("", here, here)
-        self._compare("floor_", two, two)
-        self._compare("reordered_", here, moved)
-        self._compare("first_", here, first)
-        self._compare("second_", here, second)
 
-    def _compare(self, name: str, answers: Mapping[int, Answer], keys: Iterable[int]) -> None:
-        one = self.base.answers
-        same = collections.Counter(answers[key] == one[key] for key in keys if key in one)
-        self.tally[name + "compared"] = sum(same.values())
-        self.tally[name + "same"] = same[True]
-        self.tally[name + "differ"] = same[False]
+    def _seen(self) -> Iterator[str]:
+        """What to count, by the names of SHARES."""
+        here, one, two = self.answers
+        for key in self.both:
+            yield "compared"
+            if here[key] == one[key]:
+                yield "same"
+        for key in two:
+            if key in one:
+                yield "floor_compared"
+                if two[key] == one[key]:
+                    yield "floor_same"
+        for reordered, keys in self.figures.batches:
+            for place, key in enumerate(keys):
+                if key in one and len(keys) > 1:
+                    half = "first"
+                    if 2 * place >= len(keys):
+                        half = "second"
+                    yield half + "_compared"
+                    if here[key] != one[key]:
+                        yield half + "_differ"
+                    if reordered:
+                        yield "reordered_compared"
+                    if reordered and here[key] == one[key]:
+                        yield "reordered_same"
 
 
 # ---- decisions ----
@@ -5987,15 +5997,15 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Data:
     labels = label_words(fields[field])
     here, one, _ = found.answers
     known = {key: word for key, word in gold.items() if word in labels or not labels}
-    pairs = collections.Counter((known[key], here[key][place]) for key in known if key in here)
-    right = {key for key in known if key in here and here[key][place] == known[key]}
-    single = {key for key in known if key in one and one[key][place] == known[key]}
-    lost = len((single - right) & here.keys())
-    won = len((right - single) & one.keys())
-    judged = sum(pairs.values())
+    judged = [key for key in known if key in here]
+    right = {key for key in judged if here[key][place] == known[key]}
+    single = {key for key in judged if key in one and one[key][place] == known[key]}
+    lost = len(single - right)
+    won = len((right - single) & set(one))
+    pairs = collections.Counter((known[key], here[key][place]) for key in judged)
     return {
-        "accuracy": share(len(right), judged),
-        "judged": judged,
+        "accuracy": share(len(right), len(judged)),
+        "judged": len(judged),
         "right": len(right),
         "lost": lost,
         "won": won,
@@ -6024,16 +6034,16 @@ def field_data(found: Comparison) -> Iterator[Tuple[str, Data]]:
         pairs = collections.Counter((one[key][place], here[key][place]) for key in found.both)
         labels = label_words(schema)
         same = sum(count for (left, right), count in pairs.items() if left == right)
+        given = collections.Counter(answer[place] for answer in here.values() if labels)
         data: Dict[str, Any] = {
             "agreement": share(same, len(found.both)),
             "labels": bool(labels),
             "kappa": None,
+            "given": {label: given[label] for label in labels},
+            "confusion": confusion(labels, pairs),
         }
         if labels:
-            given = collections.Counter(answer[place] for answer in here.values())
             data["kappa"] = kappa(pairs)
-            data["given"] = {label: given[label] for label in labels}
-            data["confusion"] = confusion(labels, pairs)
         yield name, data
 
 
@@ -6042,7 +6052,6 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     figures = found.figures
     ms: List[Any] = sorted(figures.ms) or [None]
     data = {
-        **found.tally,
         **figures.group._asdict(),
         **{name: getattr(figures, name) for name in COUNTS},
         "asked": figures.asked,
@@ -6060,6 +6069,8 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
         "kappa": None,
     }
     for name, part, whole in map(str.split, SHARES.strip().split("\n")):
+        data.setdefault(part, found.tally[part])
+        data.setdefault(whole, found.tally[whole])
         data[name] = share(data[part], data[whole])
     if found.excess:
         data["difference_low"], data["difference_high"] = found.shift
@@ -6201,7 +6212,7 @@ def sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
         [words % Words(data) for _, words in OVERVIEW] for data in datas]
     for data in datas:
         for name, field in data["fields"].items():
-            bars = list(label_bars(field.get("given", {})))
+            bars = list(label_bars(field["given"]))
             yield "%s: %s" % (data["title"], name), (), bars
     for data in datas:
         yield data["title"], (), list(described(DETAILS, data))
@@ -6212,7 +6223,7 @@ def page_sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
     """What the page alone shows: which label came, for that of size 1 or gold; what was asked."""
     for data in datas:
         met = {name: field["confusion"] for name, field in data["fields"].items()
-               if data["compared"] and field["labels"]}
+               if data["compared"]}
         for expected, tables in (("size 1", met), ("gold", data.get("gold_confusion", {}))):
             for name, table in tables.items():
                 rows = [(label, *row.values()) for label, row in table.items()]
@@ -6345,22 +6356,23 @@ def inspection(options: Settings, reading: Reading, datas: Sequence[Data], gold:
     """Answers beside their texts as a table; in front what differs, and what is in quarantine."""
     front = {name for data in datas for name in data["differing_items"]}
     front.update(place[3][:ID_LENGTH] for place in list(reading.held)[:SHOWN_ITEMS])
-    rows: Dict[str, List[str]] = {}             # by their item
-    columns = arms = [figures.answers for figures in reading.arms()]
+    marked: Dict[str, List[str]] = {}           # rows by their item
+    others: Dict[str, List[str]] = {}
+    arms = [figures.answers for figures in reading.arms()]
+    columns = [*arms]
     head = ["item", "text", *[data["title"] for data in datas]]
     if gold:
-        columns = [{key: (word,) for key, word in gold.items()}, *arms]
+        columns.insert(0, {key: (word,) for key, word in gold.items()})
         head.insert(2, "gold")
     for row in good_input(options):
         key = key_of(text_digest(row.text))
         name = short_id(key)
-        shown = len(rows) < SHOWN_ITEMS and any(key in answers for answers in arms)
-        if shown or name in front:
-            answers = ["; ".join(column.get(key, ["-"])) for column in columns]
-            rows[name] = [name, row.text, *answers]
-    marked = [name for name in rows if name in front]
-    others = [name for name in rows if name not in front]
-    return as_table(INSPECTED, head, [rows[name] for name in marked + others], len(marked))
+        cells = [name, row.text, *["; ".join(column.get(key, ["-"])) for column in columns]]
+        if name in front:
+            marked[name] = cells
+        elif len(others) < SHOWN_ITEMS and any(key in answers for answers in arms):
+            others[name] = cells
+    return as_table(INSPECTED, head, [*marked.values(), *others.values()], len(marked))
 
 
 # ---- the command ----
@@ -6629,7 +6641,7 @@ def csv_cell(value: Any, raw: bool = False) -> str:
         return ""
     if not isinstance(value, str):
         return as_json(value)
-    formula = tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20")      # what is run, and the mark itself
+    formula = (*"=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20",)       # what is run, and the mark itself
     if value.startswith(formula) and not raw and not SPELLED_NUMBER.fullmatch(value):
         return "'" + value
     return value
@@ -6640,9 +6652,8 @@ def sql_cell(value: Any) -> Any:
     if isinstance(value, Spelled):
         with contextlib.suppress(ValueError):
             return _exact(value)
-    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-        return encode(value)
-    if isinstance(value, (list, dict)):
+    large = isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER
+    if large or isinstance(value, (list, dict)):
         value = as_json(value)
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
