@@ -6705,11 +6705,11 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
         len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
-EXPORT_COLUMNS = """
+EXPORT_COLUMNS = re.findall(r"\w+", """
 answer status verdict detail row item model_string rubric_version run batch_id text_sha256
-""".split()
+""")
 OUTCOME = EXPORT_COLUMNS[1:4]           # what is always shown beside the answer
-SETTLED = "verdict detail model_string run batch_id".split()        # as the ledger's row says
+SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")  # as the ledger's row says
 SPELLED_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 Cells = Dict[str, Any]                  # by the names of columns
 
