@@ -2638,6 +2638,7 @@ CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> wh
     **dict.fromkeys(
         (9, 10), "check this machine's clock, or have the server's certificate renewed"),
     **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
+STATUS_LINE = re.compile(r"HTTP/1\.[01] [1-5]\d\d")
 END_OF_LINE = re.compile(rb"\r?\n")
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
 UNSIGNED = "set SSL_CERT_FILE to that of who signed it"
@@ -2733,7 +2734,7 @@ def received(inbox: Inbox) -> Iterator[Any]:
     status = "100"
     while status[0] == "1":                             # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
-        if not re.match(r"HTTP/1\.[01] [1-5]\d\d", first):
+        if not STATUS_LINE.match(first):
             raise ValueError("it does not speak HTTP (or https, not http?): " + first)
         status = first[9:12]
     headers = {}
@@ -2818,8 +2819,9 @@ class Client:
         self._idle: Dict[Any, float] = {}               # a connection kept alive -> since when
         self._trust = 0.05                              # seconds; see _kept
         self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> its end
+        self.head = functools.lru_cache(64)(self._head)     # most calls have the same
 
-    def head(self, method: str, path: str, *lines: str) -> bytes:
+    def _head(self, method: str, path: str, *lines: str) -> bytes:
         """The head of a request but for the number that it ends with, the length of the body."""
         if path.startswith("/v1/") and self._path.endswith("/v1"):
             path = path[3:]
@@ -3185,6 +3187,7 @@ def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
 # Tuples, since an endpoint may send what cannot be hashed.
 ENDED_EARLY = tuple(CUT_FINISHES | REFUSED_FINISHES)
 NOT_ANSWERED = tuple(REFUSED_FINISHES | FAILED_FINISHES)
+UNUSABLE = tuple(FAILED_FINISHES)
 
 
 def text_of(content: Any) -> Optional[str]:
@@ -3372,7 +3375,7 @@ class Endpoint(NamedTuple):
             whole = an_object(document)
             reply = self.api.reply(whole)
             inner = whole.get("error") or first_choice(whole).get("error")
-            failed = reply is None or reply.finish in tuple(FAILED_FINISHES)
+            failed = reply is None or reply.finish in UNUSABLE
             if reply is not None and not failed and (reply.text or not inner):
                 return reply                        # some send "error": {"code": 0} too
             if not inner:
@@ -3932,7 +3935,7 @@ class Run:
         code = row["verdict"]
         certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
         sure = sure or self.options.keep_going or (certain and self.proven())
-        if not sure:
+        if "quarantined" in whole and not sure:
             row = compact({**whole, "quarantined": None})
         tally = self.tally
         tally.replies += 1
@@ -3947,7 +3950,7 @@ class Run:
             self.confirm()
             return whole
         tally.quarantined += len(settled)
-        if "quarantined" in whole and not sure:
+        if row is not whole:
             self._held.append(whole)
         if not certain and not sure:
             self._fruitless.append(row)
@@ -5655,7 +5658,8 @@ class Figures:
         self.calls += 1
         self.verdicts[row["verdict"]] += 1
         self.normalised.update(row.get("normalised", ()))
-        self.answered += len(answers_of(row))
+        if accepted:
+            self.answered += len(row["batch"])
         if row.get("reordered"):
             self.reordered += 1
         if row["fallback"]:
