@@ -7150,6 +7150,9 @@ class Readme(Case):
                 settings = bh.Settings(**vars(bh.parser(typed[0]).parse_args(typed)))
                 bh.check_options(settings)
 
+    def test_its_lines_fit_a_terminal(self):
+        self.assertLessEqual(max(map(len, self.TEXT.splitlines())), 120)
+
     def test_every_option_it_names_exists(self):
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", self.TEXT)
         known = re.findall("--[a-z-]+", bh.OPTIONS)
