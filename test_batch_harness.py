@@ -7281,26 +7281,49 @@ class Readme(Case):
         for (name, base, key, *_), (own, row) in zip(
                 self.table("names the provider:"), bh.PROVIDERS.items()):
             self.assertEqual((name, base if row.base else "", key), (own, row.base, row.key))
-        without = re.search(r"`(\w+)` and `(\w+)` are not known to take one", self.TEXT).groups()
+        without = re.search(r"`(\w+)`\s+and\s+`(\w+)`\s+are\s+not\s+known", self.TEXT).groups()
         self.assertEqual(
             list(without), [name for name, row in bh.PROVIDERS.items() if not row.structured])
 
-    def test_its_offline_commands_run_as_they_stand(self):
-        for name in (PROGRAM, SAMPLE):
-            shutil.copy(name, ".")
+    def commands(self):
+        """The program's own command lines, as a shell hands them over, of every block for it."""
         lines = "\n".join(self.blocks("sh")).replace("\\\n", " ")
-        commands = re.findall(
-            "(?m)^python3 (batch_harness.py .*(?:sample_items.jsonl| report).*)$", lines)
-        self.assertGreater(len(commands), 4)
-        for command in commands:
-            words = shlex.split(command, comments=True)
-            run = subprocess.run([sys.executable, *words], capture_output=True)
-            self.assertIn(run.returncode, (0, 1), (command, run.stderr))
+        return [shlex.split(line.split(" > ")[0])
+                for line in re.findall("(?m)python3 batch_harness.py (.*)$", lines)]
+
+    def test_its_offline_commands_run_and_print_what_it_shows(self):
+        shutil.copy(SAMPLE, ".")
+        self.write("many.txt", "".join("text number %d\n" % n for n in range(1, 401)))
+        self.write("reviews.csv", "review_id,body\n1,Works well.\n")
+        self.write("评论.csv", "编号,内容\n1,很好\n")
+        printed = ""
+        for words in self.commands():
+            line = " ".join(words)
+            if words[0] == "apply" or not re.search(
+                    "sample_items|many.txt|runs/trial|--dry-run|^emit", line):
+                continue
+            code, out, err = self.main(*words)
+            self.assertIn(code, (0, 1), (line, err))
+            printed += out
+        for block in self.blocks("text"):
+            for line in block.splitlines():
+                if '"event"' not in block:
+                    self.assertIn(line, printed.splitlines())
+
+    def test_each_of_its_commands_is_one_the_program_takes(self):
+        for words in self.commands():
+            typed = words if words[0] in bh.COMMANDS else ["run", *words]
+            with self.subTest(words=words):
+                settings = bh.Settings(**vars(bh.parser(typed[0]).parse_args(typed)))
+                bh.check_options(settings)
+
+    def test_its_lines_fit_a_terminal(self):
+        self.assertLessEqual(max(map(len, self.TEXT.splitlines())), 120)
 
     def test_every_option_it_names_exists(self):
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", self.TEXT)
         known = re.findall("--[a-z-]+", bh.OPTIONS)
-        self.assertLessEqual(set(named) - set(known), {"--version"})
+        self.assertLessEqual(set(named) - set(known), {"--version", "--help"})
 
     def test_its_library_examples_run(self):
         class Frame(dict):
