@@ -5711,10 +5711,10 @@ BASELINE = 100                          # single first calls without which no la
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
 MAX_WORD = 100                          # characters of an answer that are held
-COUNTS = re.findall(r"\w+", """
+COUNTS = """
 calls first first_ok failures retried rescued fallbacks answered quarantined reordered repeated
 tokens_in tokens_out tokens_unknown spent unpriced items failed_items verdicts normalised
-""")
+"""
 SHARES = """
 first_pass           first_ok        first
 calls_per_item       calls           items
@@ -5724,6 +5724,7 @@ agreement_reordered  reordered_same  reordered_compared
 half_first           first_differ    first_compared
 half_second          second_differ   second_compared
 """                                     # name, the part, the whole
+AGREED = ("differ", "same")
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Lines = Iterator[Tuple[str, str]]       # label, words
@@ -5965,38 +5966,33 @@ class Comparison:
         self.both = [key for key in here if key in one]
         self.differing = [              # where size 1 and its repetition agree
             short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
-        self.tally = collections.Counter(self._seen())
+        self.tally: Counter[str] = collections.Counter()        # by the names of SHARES
+        for name, same in self._seen():
+            self.tally[name + "compared"] += 1
+            self.tally[name + AGREED[same]] += 1
         batches = [keys for _, keys in figures.batches if len(keys) > 1]
         excesses = [excess_of(keys, self.answers) for keys in batches]
         self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
 
-    def _seen(self) -> Iterator[str]:
-        """What to count, by the names of SHARES."""
+    def _seen(self) -> Iterator[Tuple[str, bool]]:
+        """Each answer that has another beside it: of what it is, and whether they are the same."""
         here, one, two = self.answers
         for key in self.both:
-            yield "compared"
-            if here[key] == one[key]:
-                yield "same"
+            yield "", here[key] == one[key]
         for key in two:
             if key in one:
-                yield "floor_compared"
-                if two[key] == one[key]:
-                    yield "floor_same"
+                yield "floor_", two[key] == one[key]
         for reordered, keys in self.figures.batches:
             for place, key in enumerate(keys):
                 if key in one and len(keys) > 1:
-                    half = "first"
+                    half = "first_"
                     if 2 * place >= len(keys):
-                        half = "second"
-                    yield half + "_compared"
-                    if here[key] != one[key]:
-                        yield half + "_differ"
+                        half = "second_"
+                    yield half, here[key] == one[key]
                     if reordered:
-                        yield "reordered_compared"
-                    if reordered and here[key] == one[key]:
-                        yield "reordered_same"
+                        yield "reordered_", here[key] == one[key]
 
 
 # ---- decisions ----
@@ -6214,7 +6210,7 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     ms: List[Any] = sorted(figures.ms) or [None]
     data = {
         **figures.group._asdict(),
-        **{name: getattr(figures, name) for name in COUNTS},
+        **{name: getattr(figures, name) for name in COUNTS.split()},
         "asked": figures.asked,
         "fell_back": len(figures.fell_back),
         "first_pass_low": 1 - found.rates.high,
@@ -6316,13 +6312,13 @@ differing answers  | half_first     | %(half_first .1%)s in the first half of th
 would cost         | cost           | %(cost)s
 repeated rows      | repeated       | %(repeated)s, not counted
 """)
-ASKED = re.findall(r"\w+", """
+ASKED = """
 instruction fields at run input rows items model host params arms batch_size fingerprint stage
-""")
-EXPLAINED = re.findall(r"\w+", """
+"""
+EXPLAINED = """
 outcome target verdict meaning detail answer attempt fallback size batch_id model_string asked
 missing extra normalised params kind status finish prompt reply
-""")                             # of a row of the ledger about an item, by its own names
+"""                                     # of a row of the ledger about an item, by its own names
 AGREES = {True: " %(agreement .1%)s (kappa %(kappa .2f)s)",
           False: " %(agreement .1%)s (free text: to differ is no error)"}
 FORMS: Dict[str, Callable[[Any], str]] = {
@@ -6358,9 +6354,9 @@ def described(table: Sequence[Sequence[str]], data: Data) -> Lines:
             yield label, words % Words(data)
 
 
-def members(names: Iterable[str], data: Data) -> Lines:
+def members(names: str, data: Data) -> Lines:
     """Some members of a row as (name, words), as far as they are there."""
-    for name in names:
+    for name in names.split():
         value = data.get(name)
         if not isinstance(value, str):
             value = encode(value)
@@ -6705,11 +6701,10 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
         len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
-EXPORT_COLUMNS = re.findall(r"\w+", """
-answer status verdict detail row item model_string rubric_version run batch_id text_sha256
-""")
-OUTCOME = EXPORT_COLUMNS[1:4]           # what is always shown beside the answer
-SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")  # as the ledger's row says
+OUTCOME = ("status", "verdict", "detail")           # what is always shown beside the answer
+EXPORT_COLUMNS = ("answer", *OUTCOME, "row", "item", "model_string", "rubric_version", "run",
+                  "batch_id", "text_sha256")
+SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")      # as the ledger's row says
 SPELLED_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 Cells = Dict[str, Any]                  # by the names of columns
 
@@ -6877,7 +6872,7 @@ def export(source: Source, task: Task, paths: Sequence[str], options: Settings,
     """Write an export to its file or to standard output; how many rows of the input stand where."""
     write = export_writer(options.output)
     nested = write is write_jsonl
-    shown = EXPORT_COLUMNS[1:]
+    shown: Sequence[str] = EXPORT_COLUMNS[1:]
     if options.export_columns == "answers":
         shown = OUTCOME
     own = [*task.fields, *shown]
