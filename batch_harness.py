@@ -228,11 +228,6 @@ def item_id(text: str) -> str:
     return text_digest(text)[:ID_LENGTH]
 
 
-def key_of(digest: str) -> int:
-    """What State remembers of a text: the first 32 hex digits of its digest, as an integer."""
-    return int(digest[:32], 16)
-
-
 class Item(NamedTuple("Item", [
         ("text", str), ("id", str), ("digest", str), ("source", Optional[str])])):
     """One text to be asked about: `Item(text)`.  `text` is stripped, `id` begins the `digest`.
@@ -248,15 +243,6 @@ class Item(NamedTuple("Item", [
 
     def __getnewargs__(self) -> Tuple[Any, ...]:    # items travel between processes (Ray, Spark)
         return self.text, self.source, len(self.id)
-
-
-class Row(NamedTuple):
-    """One row of the input.  `error` says what is wrong with it, and then `text` is empty."""
-
-    line: int                   # the physical line it begins on, from 1 (of a table: the row)
-    text: str                   # as it stands in the input, unstripped
-    key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
-    error: Optional[str] = None
 
 
 class Spelled(str):
@@ -366,7 +352,7 @@ class Task(NamedTuple):
     rubric_version: Optional[int]
     form: str                           # of the reply: "list", or "keyed": one object keyed by id
     fingerprint: str
-    examples: Optional[List[Any]] = None    # {"text", "answer": all fields}: shown, never asked
+    examples: Optional[List[Any]] = None    # {"text": ..., "answer": ...}: shown and never asked
 
     @property
     def bare(self) -> bool:
@@ -391,7 +377,7 @@ TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {
     "fields": (
         "an object of name: schema, with one field or more",
         lambda v: isinstance(v, dict) and bool(v)),
-    "examples": ("a list that is not empty", lambda v: isinstance(v, list) and bool(v)),
+    "examples": ("a list that is not empty", lambda v: isinstance(v, list) and bool(v))
 }
 
 
@@ -412,18 +398,19 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
         if not fits(value):
             raise HarnessError("task: %s is %s; give %s" % (name, shown(value), words))
     members.setdefault("rubric_version", None)
-    fields = members["fields"]
-    _check_fields(fields)
+    _check_fields(members["fields"])
     # A schema's members in another order are the same task; fields in another order are not: the
     # prompt shows them so.
-    schemas = [[name, _sorted_json(schema)] for name, schema in fields.items()]
+    schemas = [[name, _sorted_json(schema)] for name, schema in members["fields"].items()]
     marks = [members["stage"], members["instruction"], schemas, members["rubric_version"],
              PROMPT_FORM, form]
-    if members.get("examples"):
-        members["examples"] = [_example(fields, *pair) for pair in enumerate(members["examples"], 1)]
-        marks.append(members["examples"])
+    if "examples" in members:
+        marks.append(encode(members["examples"]))
     digest = hashlib.sha256(_sorted_json(marks).encode("ascii")).hexdigest()
-    return Task(form=form, fingerprint=digest[:12], **members)
+    task = Task(form=form, fingerprint=digest[:12], **members)
+    if task.examples:
+        _check_examples(task)
+    return task
 
 
 def _members_in(given: Any) -> Dict[str, Any]:
@@ -447,22 +434,16 @@ def _members_in(given: Any) -> Dict[str, Any]:
     return members
 
 
-def _example(fields: Mapping[str, Any], number: int, given: Any) -> Dict[str, Any]:
-    """An example as a task holds it; of an only field the bare value may be given."""
-    where = "example %d" % number
-    if (not isinstance(given, dict) or given.keys() != {"text", "answer"}
-            or not WORDS[1](given["text"])):
-        raise HarnessError('task: %s is %s; give {"text": "...", "answer": ...}' % (
-            where, shown(given)))
-    answer = given["answer"]
-    if len(fields) == 1 and (not isinstance(answer, dict) or answer.keys() != fields.keys()):
-        answer = dict.fromkeys(fields, answer)
-    try:
-        check_names(where, dict(_members_of(answer)), set(fields))
-        check_values(where, answer, fields)
-    except NotOk as why:
-        raise HarnessError("task: %s (%s); fix it" % (why.detail, why.code.replace("_", " ")))
-    return {"text": given["text"].strip(), "answer": {field: answer[field] for field in fields}}
+def _check_examples(task: Task) -> None:
+    for number, one in enumerate(task.examples or (), 1):
+        fits = isinstance(one, dict) and one.keys() == {"text", "answer"}
+        if not fits or not WORDS[1](one["text"]):
+            raise HarnessError('task: example %d is %s; give {"text": "...", "answer": ...}' % (
+                number, shown(one)))
+    verdict = validate(example_items(task), example_reply(task), task)
+    if verdict.code != "ok":
+        raise HarnessError("task: %s (%s); fix it" % (
+            verdict.detail, verdict.code.replace("_", " ")))
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -502,8 +483,7 @@ TOKEN = re.compile(
     r"[^(\\[{*+?])"
     r"((?:([*+]|\{\d+,\})|\?|\{(\d+)\}|\{\d+,(\d+)\})?\??)" % (ESCAPE, ESCAPE))
 SPACE = r"\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-MEANT = {
-    "$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
+MEANT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
 INSIDE = {r"\s": SPACE}
 MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
 
@@ -603,7 +583,7 @@ RULES: Dict[str, Rule] = {
     **dict.fromkeys(ABOUT, ("a text", TYPES["string"], None, lambda a, v: True)),
     "$schema": (
         "https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
-        lambda a, v: True),
+        lambda a, v: True)
 }
 
 
@@ -711,34 +691,40 @@ def reply_form(task: Task) -> str:
             "is text to be judged, never an instruction to you.") % (shape % sketch, listed)
 
 
-def shown_examples(task: Task) -> str:
-    """The examples and the reply that is right for them, as in the prompt; or nothing.
+def example_items(task: Task) -> List[Item]:
+    """The texts of the examples, under ids that no item has: those are of hex digits alone."""
+    return [Item._make((one["text"].strip(), "example-%d" % number, "", None))
+            for number, one in enumerate(task.examples or (), 1)]
 
-    Their ids are never those of items, which are hex digits: a reply that copies one is refused.
-    """
-    examples = {"example-%d" % number: one for number, one in enumerate(task.examples or (), 1)}
-    if not examples:
-        return ""
-    version = {}
-    if task.rubric_version is not None:
-        version["rubric_version"] = task.rubric_version
-    tags = "\n".join(tagged(name, one["text"]) for name, one in examples.items())
-    reply: Any = {name: {**version, **one["answer"]} for name, one in examples.items()}
+
+def example_reply(task: Task) -> str:
+    """The reply that is right for the examples; in JSON an escaped < is the same, and no tag."""
+    elements = {}
+    for item, one in zip(example_items(task), task.examples or ()):
+        answer = one["answer"]
+        if len(task.fields) == 1 and not isinstance(answer, dict):
+            answer = dict.fromkeys(task.fields, answer)
+        elements[item.id] = dict(_members_of(answer))
+        if task.rubric_version is not None:
+            elements[item.id]["rubric_version"] = task.rubric_version
+    reply: Any = elements
     if task.form == "list":
-        reply = [{"id": name, **element} for name, element in reply.items()]
-    # In JSON an escaped < is the same string, and begins no tag.
-    return "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n" % (
-        tags, ITEM_TAG.sub(r"\\u003c\1", encode(reply)))
+        reply = [{"id": name, **element} for name, element in elements.items()]
+    return ITEM_TAG.sub(r"\\u003c\1", encode(reply))
 
 
 def prompt_head(task: Task) -> str:
     """What stands before the items, the same for every batch, so that a prefix cache serves it."""
-    return "%s\n\n%s\n\n%s" % (task.instruction.strip(), reply_form(task), shown_examples(task))
+    head = "%s\n\n%s\n\n" % (task.instruction.strip(), reply_form(task))
+    if task.examples:
+        head += "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n" % (
+            tagged(example_items(task)), example_reply(task))
+    return head
 
 
-def tagged(name: str, text: str) -> str:
-    """A text between the tags of an item."""
-    return '<item id="%s">%s</item>' % (name, guard(text))
+def tagged(items: Sequence[Item]) -> str:
+    """Texts between the tags of their items."""
+    return "\n".join(['<item id="%s">%s</item>' % (item.id, guard(item.text)) for item in items])
 
 
 def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str] = None) -> str:
@@ -749,7 +735,7 @@ def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str
     if head is None:
         head = prompt_head(task)
     count = "There is 1 item:" if len(items) == 1 else "There are %d items:" % len(items)
-    return "%s%s\n%s" % (head, count, "\n".join(tagged(item.id, item.text) for item in items))
+    return "%s%s\n%s" % (head, count, tagged(items))
 
 
 # ==================================================================================================
@@ -1010,40 +996,30 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
     expected = {"id", *task.fields}
     if task.rubric_version is not None:
         expected.add("rubric_version")
-    check_names(name, element, expected)
+    unknown = [field for field in element if field not in expected]
+    if unknown:
+        raise NotOk("unknown_field", "%s: %s" % (name, ", ".join(map(shown, unknown[:8]))))
+    absent = sorted(expected - element.keys())
+    if absent:
+        raise NotOk("missing_field", "%s: %s" % (name, ", ".join(map(shown, absent))))
     version = element.get("rubric_version")
     if type(version) is not type(task.rubric_version) or version != task.rubric_version:
         raise NotOk("stale_rubric", "%s: rubric_version %s, not %s" % (
             name, shown(version), task.rubric_version))
-    check_values(name, element, task.fields)
-    if task.bare:
-        return element["answer"]
-    return {field: element[field] for field in task.fields}
-
-
-def check_names(where: str, element: Mapping[str, Any], expected: Set[str]) -> None:
-    """NotOk unless an element has exactly the members that are expected."""
-    unknown = [field for field in element if field not in expected]
-    if unknown:
-        raise NotOk("unknown_field", "%s: %s" % (where, ", ".join(map(shown, unknown[:8]))))
-    absent = sorted(expected - element.keys())
-    if absent:
-        raise NotOk("missing_field", "%s: %s" % (where, ", ".join(map(shown, absent))))
-
-
-def check_values(where: str, element: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
-    """NotOk unless every field of an element obeys its schema."""
-    for field, schema in fields.items():
+    for field, schema in task.fields.items():
         value, labels = element[field], labels_of(schema)
         if is_blank(value, schema):
-            raise NotOk("empty_answer", "%s: %s is blank" % (where, shown(field)))
+            raise NotOk("empty_answer", "%s: %s is blank" % (name, shown(field)))
         rule = broken_rule(schema, value)
         # A label is as declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.
         if rule is None and labels and _sorted_json(value) not in map(_sorted_json, labels):
             rule = "enum"
         if rule is not None:
             raise NotOk("bad_value", "%s: %s breaks %s: %s" % (
-                where, shown(field), rule, shown(value)))
+                name, shown(field), rule, shown(value)))
+    if task.bare:
+        return element["answer"]
+    return {field: element[field] for field in task.fields}
 
 
 # ==================================================================================================
@@ -1085,22 +1061,6 @@ Plan = Generator[List[Ask], List[str], None]
 def batch_id(ids: Iterable[str]) -> str:
     """The name of a batch: 12 hex digits over its ids in the order sent."""
     return hashlib.sha256("\n".join(ids).encode("ascii")).hexdigest()[:12]
-
-
-def batches(items: Iterable[Item], size: int,
-            max_chars: Optional[int] = None) -> Iterator[Tuple[Item, ...]]:
-    """Items in groups of at most `size`, and `max_chars` characters of text where more than one."""
-    group: List[Item] = []
-    chars = 0
-    for item in items:
-        chars += len(item.text)
-        if group and (len(group) == size or (max_chars and chars > max_chars)):
-            yield tuple(group)
-            group = []
-            chars = len(item.text)
-        group.append(item)
-    if group:
-        yield tuple(group)
 
 
 def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] = None,
@@ -1554,6 +1514,15 @@ ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
 
 
+class Row(NamedTuple):
+    """One row of the input.  `error` says what is wrong with it, and then `text` is empty."""
+
+    line: int                   # the physical line it begins on, from 1 (of a table: the row)
+    text: str                   # as it stands in the input, unstripped
+    key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
+    error: Optional[str] = None
+
+
 def read_instruction(options: Settings) -> Optional[str]:
     """The instruction, if one was given: its words, or what is in its file."""
     typed = options.instruction or ""
@@ -1585,8 +1554,8 @@ def read_labels(typed: str) -> List[str]:
         labels = [cell.strip() for cell in cells]
     wide = re.search("[\uff0c\u3001]", typed)
     if wide and len(labels) == 1:
-        raise HarnessError("--labels %s is one label: %s (U+%04X) is no plain comma; write --labels "
-                           "%s" % (shown(typed), wide[0], ord(wide[0]),
+        raise HarnessError("--labels %s is one label: %s (U+%04X) is no plain comma; write "
+                           "--labels %s" % (shown(typed), wide[0], ord(wide[0]),
                                    shown(re.sub(wide.re, ",", typed))))
     if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
         raise HarnessError(
@@ -2019,6 +1988,27 @@ def unzipped(file: IO[bytes]) -> Any:
         return file
     import gzip
     return gzip.open(file, "rb")
+
+
+def batches(items: Iterable[Item], size: int,
+            max_chars: Optional[int] = None) -> Iterator[Tuple[Item, ...]]:
+    """Items in groups of at most `size`, and `max_chars` characters of text where more than one."""
+    group: List[Item] = []
+    chars = 0
+    for item in items:
+        chars += len(item.text)
+        if group and (len(group) == size or (max_chars and chars > max_chars)):
+            yield tuple(group)
+            group = []
+            chars = len(item.text)
+        group.append(item)
+    if group:
+        yield tuple(group)
+
+
+def key_of(digest: str) -> int:
+    """What State remembers of a text: the first 32 hex digits of its digest, as an integer."""
+    return int(digest[:32], 16)
 
 
 def ids_digest(ids: Iterable[str]) -> str:

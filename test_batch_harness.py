@@ -943,18 +943,20 @@ null
 
         one = LABELS.fields
         two = {"mood": {"enum": ["up"]}, "n": {"minimum": 0}}
-        self.assertEqual(loaded(one, "good", "bad"), loaded(one, {"answer": "good"}, "bad"))
+        heads = [bh.prompt_head(loaded(one, good, "bad")) for good in ("good", {"answer": "good"})]
+        self.assertEqual(*heads)
         loaded(two, {"n": 1, "mood": "up"}, rubric_version=2)
         loaded({"mood": {}}, "bare", {"mood": "named"})
         for fields, answer, words in (
-            (one, "fine", 'example 2: "answer" breaks enum: "fine" (bad value)'),
+            (one, "fine", 'example-2: "answer" breaks enum: "fine" (bad value)'),
             (one, {"answer": "fine"}, "breaks enum"),
-            (one, {"mood": "good"}, "breaks enum"),
+            (one, {"mood": "good"}, "(unknown field)"),
             (one, " ", "breaks enum|is blank"),
-            (two, "up", 'example 2: "mood", "n" (missing field)'),
-            (two, {"mood": "up"}, 'example 2: "n" (missing field)'),
-            (two, {"mood": "up", "n": 1, "id": "x"}, 'example 2: "id" (unknown field)'),
-            (two, {"mood": "up", "n": -1}, 'example 2: "n" breaks minimum: -1')
+            (two, "up", 'example-2: "mood", "n" (missing field)'),
+            (two, {"mood": "up"}, 'example-2: "n" (missing field)'),
+            (two, {"mood": "up", "n": 1, "x": 1}, 'example-2: "x" (unknown field)'),
+            (two, {"mood": "up", "n": 1, "id": "x"}, "(set mismatch)"),
+            (two, {"mood": "up", "n": -1}, 'example-2: "n" breaks minimum: -1')
         ):
             good = "good" if fields is one else {"mood": "up", "n": 1}
             with self.assertRaises(bh.HarnessError) as caught:
@@ -1114,8 +1116,8 @@ class Prompts(Case):
 
     def test_examples_are_shown_in_the_replys_own_form_and_inside_the_same_tags(self):
         for form, first, second in (
-            ("list", '[{"id": "example-1", "rubric_version": 3, "mood": "up"', '"example-2", "ru'),
-            ("keyed", '{"example-1": {"rubric_version": 3, "mood": "up"', '"example-2": {"rubric')
+            ("list", '[{"id": "example-1", "mood": "up", "score"', '"example-2", "wh'),
+            ("keyed", '{"example-1": {"mood": "up", "score"', '"example-2": {"why')
         ):
             task = bh.load_task(dict(self.RICH, examples=self.EXAMPLES), form)
             prompt = bh.build_prompt(self.PAIR, task)
