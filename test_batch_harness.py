@@ -955,7 +955,7 @@ null
             (two, "up", 'example-2: "mood", "n" (missing field)'),
             (two, {"mood": "up"}, 'example-2: "n" (missing field)'),
             (two, {"mood": "up", "n": 1, "x": 1}, 'example-2: "x" (unknown field)'),
-            (two, {"mood": "up", "n": 1, "id": "x"}, "(set mismatch)"),
+            (two, {"mood": "up", "n": 1, "id": "x"}, "task: example-2: expected 2, got 2 (set mismatch)"),
             (two, {"mood": "up", "n": -1}, 'example-2: "n" breaks minimum: -1')
         ):
             good = "good" if fields is one else {"mood": "up", "n": 1}
@@ -1116,8 +1116,8 @@ class Prompts(Case):
 
     def test_examples_are_shown_in_the_replys_own_form_and_inside_the_same_tags(self):
         for form, first, second in (
-            ("list", '[{"id": "example-1", "mood": "up", "score"', '"example-2", "wh'),
-            ("keyed", '{"example-1": {"mood": "up", "score"', '"example-2": {"why')
+            ("list", '[{"id": "example-1", "rubric_version": 3, "mood": "up"', '"example-2", "ru'),
+            ("keyed", '{"example-1": {"rubric_version": 3, "mood": "up"', '"example-2": {"rubric')
         ):
             task = bh.load_task(dict(self.RICH, examples=self.EXAMPLES), form)
             prompt = bh.build_prompt(self.PAIR, task)
