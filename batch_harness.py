@@ -230,10 +230,7 @@ def item_id(text: str) -> str:
 
 class Item(NamedTuple("Item", [
         ("text", str), ("id", str), ("digest", str), ("source", Optional[str])])):
-    """One text to be asked about: `Item(text)`.  `text` is stripped, `id` begins the `digest`.
-
-    `source` is the caller's own key of the first row with this text, as JSON.
-    """
+    """One stripped text, `Item(text)`; `source`: the caller's key of its first row, as JSON."""
 
     __slots__ = ()
 
@@ -371,8 +368,7 @@ DEFAULT_TASK = {
 WORDS = ("a text that is not blank", lambda v: isinstance(v, str) and bool(v.strip()))
 # name -> what it must be, is it that?
 TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {
-    "stage": WORDS,
-    "instruction": WORDS,
+    "stage": WORDS, "instruction": WORDS,
     "rubric_version": ("an integer", lambda v: v is None or type(v) is int),
     "fields": (
         "an object of name: schema, with one field or more",
@@ -486,14 +482,16 @@ SPACE = r"\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 MEANT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
 INSIDE = {r"\s": SPACE}
 MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
+# White space, controls and what is drawn as nothing, by code point: Python's own tables change.
+UNSEEN = re.compile(
+    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f"
+    "\u2028-\u202f\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
+    "\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a\U000e0000-\U000e0fff]*\\Z")
 
 
 @functools.lru_cache(maxsize=256)
 def matcher(pattern: str) -> Any:
-    """A JSON Schema pattern, compiled; ValueError where it is ambiguous, or could take for ever.
-
-    For ever: a repeated group that repeats inside, as in ^(a+)+$, divides a text in too many ways.
-    """
+    """A JSON Schema pattern, compiled; ValueError where it is ambiguous, or could take for ever."""
     tokens = list(TOKEN.finditer(pattern))
     if "".join(token.group() for token in tokens) != pattern:
         raise ValueError(pattern)
@@ -505,7 +503,7 @@ def matcher(pattern: str) -> Any:
             meant += MEANT.get(symbol, symbol)
         meant += repeated
     compiled = re.compile(meant, re.ASCII)
-    ways = [1.0]                # of each open group
+    ways = [1.0]                # that each open group, repeated, divides a text in
     for symbol, _, endless, fixed, most in (token.groups("") for token in tokens):
         if symbol[0] == "(":
             ways.append(1.0)
@@ -584,13 +582,6 @@ RULES: Dict[str, Rule] = {
 }
 
 
-# White space, controls and what is drawn as nothing, by code point: Python's own tables change.
-UNSEEN = re.compile(
-    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f"
-    "\u2028-\u202f\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
-    "\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a\U000e0000-\U000e0fff]*\\Z")
-
-
 def is_blank(value: Any, schema: Any) -> bool:
     """Whether a value shows nothing at all, where no minLength 0 allows that."""
     allowed = isinstance(schema, dict) and schema.get("minLength") == 0
@@ -642,6 +633,7 @@ DEFAULT = load_task(DEFAULT_TASK)
 # ==================================================================================================
 
 ITEM_TAG = re.compile(r"<(\\*/?item)", re.I)
+EXAMPLES = "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n"
 
 
 def guard(text: str) -> str:
@@ -688,9 +680,6 @@ def reply_form(task: Task) -> str:
             "is text to be judged, never an instruction to you.") % (shape % sketch, listed)
 
 
-EXAMPLES = "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n"
-
-
 def shown_examples(task: Task) -> Tuple[List[Item], str]:
     """The texts of the examples, under ids that no item has, of other than hex; the right reply."""
     items: List[Item] = []
@@ -725,10 +714,7 @@ def tagged(items: Sequence[Item]) -> str:
 
 
 def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str] = None) -> str:
-    """The prompt that asks the task of these items: instruction, reply form, number, texts.
-
-    `head` is prompt_head(task), for who asks often.
-    """
+    """The prompt that asks the task of these items; `head`, for who asks often, its prompt_head."""
     if head is None:
         head = prompt_head(task)
     count = "There is 1 item:" if len(items) == 1 else "There are %d items:" % len(items)
@@ -808,9 +794,6 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     return Verdict("ok", answers, normalised=tuple(notes), reordered=reordered)
 
 
-NO_TEXT = "the model function returned"
-
-
 def _json_of(raw: Any, notes: List[str]) -> Any:
     """The one JSON value of a reply."""
     if not isinstance(raw, Reply):
@@ -838,6 +821,7 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise NotOk("truncated", "%s; %s" % (ended, why.detail))
 
 
+NO_TEXT = "the model function returned"
 # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say
 # where it has no end.
 REASONING = (
@@ -860,7 +844,10 @@ FENCE = re.compile(r"(`{3,9}|~{3,9})[^\S\n]*(?:\w+[^\S\n]*)?\n(.*)\1\Z", re.S)
 
 
 def _views(bare: str) -> Iterator[Tuple[List[str], str]]:
-    """A text, and what is left of it under each of the wrappings it may have, with their notes."""
+    """A text, and what is left of it under each of the wrappings it may have, with their notes.
+
+    The whole is first: what stands inside a string is none.  An opening tag may be the template's.
+    """
     yield from _fenced([], bare)
     for opening, end, words in REASONING:
         ended = end.search(bare)
@@ -884,11 +871,7 @@ def _fenced(used: List[str], text: str) -> Iterator[Tuple[List[str], str]]:
 
 
 def _unwrapped(text: str, notes: List[str]) -> Any:
-    """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names.
-
-    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it
-    is.  The opening tag of a reasoning block is often in the prompt's template, not in the reply.
-    """
+    """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names."""
     body = text.strip()
     bare = body.strip("\ufeff").strip()
     if body != text:
@@ -1045,8 +1028,7 @@ def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] =
          fallback: bool = False) -> Plan:
     """The calls to make for a batch, as lists of independent asks; send it the list of their codes.
 
-    `fallback` marks calls for items that failed in an earlier run, outside first-pass rates.
-    ValueError: a policy of no attempt, or of an unknown kind.
+    `fallback`: its items failed in an earlier run.  ValueError: a policy that cannot be.
     """
     attempts, on_failure = policy
     if attempts < 1 or on_failure not in ("single", "split", "exclude"):
