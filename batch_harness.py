@@ -1137,7 +1137,7 @@ NEEDED: Dict[str, Dict[str, Any]] = {                   # members that readers r
 OPTIONAL: Dict[str, Any] = {                            # and of what kind others are
     "event": str, "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int,
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
-    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
+    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list, "price": list,
     "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
@@ -1428,6 +1428,8 @@ class Settings(NamedTuple):
     keep_going: bool = False
     limit: Optional[int] = None
     max_calls: Optional[int] = None
+    price: Sequence[float] = ()                 # of a million tokens in, and out
+    max_cost: Optional[float] = None
     deadline: Optional[float] = None            # seconds
     dry_run: bool = False
     baseline: Optional[str] = None
@@ -2313,6 +2315,20 @@ def as_counts(tally: Mapping[str, int]) -> str:
     return ", ".join("%s %d" % entry for entry in entries) or "none"
 
 
+def money(amount: float) -> str:
+    """An amount of whatever the price was named in, to two digits at least: 12.50, 0.00031."""
+    places = 2
+    if 0 < amount < 0.1:
+        places = 1 - math.floor(math.log10(amount))
+    return "%.*f" % (places, amount)
+
+
+def cost_of(price: Sequence[float], tokens_in: float, tokens_out: float) -> float:
+    """What tokens cost; `price` is that of a million of them, in and out."""
+    pairs = zip(price, (tokens_in, tokens_out))
+    return sum(one * count for one, count in pairs if isinstance(one, float)) / 1e6
+
+
 def join_within(parts: Iterable[str], width: float = math.inf) -> str:
     """As many of the parts as there is width for, in their order.
 
@@ -2458,7 +2474,7 @@ class Speaker:
 
 Object = Mapping[str, Any]              # of JSON
 Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
-Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> the kind
+Kinds = Mapping[str, str]               # HTTP statuses with a meaning of their own -> the kind
 
 
 class Model(NamedTuple):
@@ -2472,7 +2488,6 @@ class Model(NamedTuple):
     structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
-    roomier: str = ""                   # how to make room for a longer prompt
     tick: Callable[[float], None] = lambda now: None
     #                                   called a few times a second: ends calls that are overdue
     jobs: Optional[Post] = None         # its batch engine
@@ -2494,58 +2509,56 @@ class Provider(NamedTuple):
     statuses: Kinds = {}
     structured: bool = True                     # whether it takes a schema for its output
     batches: bool = False                       # whether it has a batch engine of its API's form
-    roomier: str = ""                           # how to make room for a longer prompt
 
 
 OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
-PROVIDERS: Dict[str, Provider] = {
-    "openai": Provider(
-        "https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL",
-        limit="max_completion_tokens",
-        batches=True),
-    "anthropic": Provider(
-        "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL",
-        api="messages",
-        header="x-api-key: %s",
-        defaults={"max_tokens": 8192},              # this API demands a limit
-        refused=dict.fromkeys(
-            ("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
-        versions={
-            "2026-10-21": dict.fromkeys(
-                ("temperature", "top_p", "top_k"),
-                "leave it out, or ask under --api-version 2023-06-01"),
-            "2023-06-01": {}},
-        batches=True),
-    "ollama": Provider(
-        "http://127.0.0.1:11434/v1",
-        refused=dict.fromkeys(
-            ("options", "num_ctx", "think", "max_completion_tokens"),
-            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
-        roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
-    "openrouter": Provider(
-        "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
-        statuses={403: "rejected"}),                # by its moderation
-    "gemini": Provider(
-        "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
-    "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
-    "dashscope": Provider(
-        "https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
-        defaults={"enable_thinking": False},        # newer models think, and bill it, unless told
-        structured=False,
-        batches=True),
-    "mistral": Provider(
-        "https://api.mistral.ai/v1", "MISTRAL_API_KEY",
-        refused={"seed": "write random_seed"}),
-    "groq": Provider(
-        "https://api.groq.com/openai/v1", "GROQ_API_KEY",
-        statuses={498: "retry"},                    # no capacity now
-        batches=True),
-    "azure": Provider(
-        "", "AZURE_OPENAI_API_KEY",
-        header="api-key: %s",
-        limit="max_completion_tokens",
-        batches=True),
-}
+# anthropic demands a limit; newer models of dashscope think, and bill it, unless told; a 403 of
+# openrouter is its moderation's.
+PROVIDERS = {name: Provider(**row) for name, row in json.loads("""{
+"openai": {
+    "base": "https://api.openai.com/v1", "key": "OPENAI_API_KEY",
+    "base_variable": "OPENAI_BASE_URL", "limit": "max_completion_tokens", "batches": true},
+"anthropic": {
+    "base": "https://api.anthropic.com", "key": "ANTHROPIC_API_KEY",
+    "base_variable": "ANTHROPIC_BASE_URL", "api": "messages", "header": "x-api-key: %s",
+    "defaults": {"max_tokens": 8192},
+    "refused": {
+        "seed": "its API has no such field",
+        "response_format": "its API has no such field",
+        "max_completion_tokens": "its API has no such field"},
+    "versions": {
+        "2026-10-21": {
+            "temperature": "leave it out, or ask under --api-version 2023-06-01",
+            "top_p": "leave it out, or ask under --api-version 2023-06-01",
+            "top_k": "leave it out, or ask under --api-version 2023-06-01"},
+        "2023-06-01": {}},
+    "batches": true},
+"ollama": {
+    "base": "http://127.0.0.1:11434/v1",
+    "refused": {
+        "options": "it is dropped unseen: use a Modelfile",
+        "num_ctx": "it is dropped unseen: use a Modelfile",
+        "think": "it is dropped unseen: use reasoning_effort",
+        "max_completion_tokens": "it is dropped unseen: use max_tokens"}},
+"openrouter": {
+    "base": "https://openrouter.ai/api/v1", "key": "OPENROUTER_API_KEY",
+    "statuses": {"403": "rejected"}},
+"gemini": {
+    "base": "https://generativelanguage.googleapis.com/v1beta/openai", "key": "GEMINI_API_KEY"},
+"deepseek": {
+    "base": "https://api.deepseek.com", "key": "DEEPSEEK_API_KEY", "structured": false},
+"dashscope": {
+    "base": "https://dashscope.aliyuncs.com/compatible-mode/v1", "key": "DASHSCOPE_API_KEY",
+    "defaults": {"enable_thinking": false}, "structured": false, "batches": true},
+"mistral": {
+    "base": "https://api.mistral.ai/v1", "key": "MISTRAL_API_KEY",
+    "refused": {"seed": "write random_seed"}},
+"groq": {
+    "base": "https://api.groq.com/openai/v1", "key": "GROQ_API_KEY", "batches": true},
+"azure": {
+    "base": "", "key": "AZURE_OPENAI_API_KEY", "header": "api-key: %s",
+    "limit": "max_completion_tokens", "batches": true}
+}""").items()}
 CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or "
            "py:FILE.py:FUNCTION" % ", ".join(PROVIDERS))
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
@@ -2574,8 +2587,8 @@ def open_model(options: Settings, task: Task) -> Model:
         raise HarnessError("%s means nothing to a model of %s:; leave it out" % (
             ", ".join(given), kind))
     if kind == "demo":
-        call = Demo(task, name)
-        return Model(asked, "this process (demo answers, no model)", call, dict(options.param))
+        return Model(asked, "this process (demo answers, no model)", demo_model(task, name),
+                     dict(options.param))
     if kind == "cmd":
         return Model(asked, "this machine", command_model(name, options.timeout))
     return Model(asked, "this machine", function_model(name), workers=1)
@@ -2619,17 +2632,17 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     headers = [form % value for form, value in entries if value]
     client = Client(url, options.timeout, headers, key)
     endpoint = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-    workers, host, structure, jobs = 4, client.host, None, None
+    model = Model(options.model, client.host, endpoint.ask, params, api_version=version,
+                  tick=client.end_overdue)
     if client.loopback:
-        workers = 1
+        model = model._replace(workers=1)
     if emitted:
-        host = "the file " + options.file
+        model = model._replace(host="the file " + options.file)
     if task.form == "keyed":
-        structure = functools.partial(asked_structure, api, task)
+        model = model._replace(structure=lambda ids: api.structure(reply_schema(task, ids)))
     if emitted or provider.batches:
-        jobs = Post(client, endpoint, ENGINES[provider.api])
-    return Model(options.model, host, endpoint.ask, params, workers, structure, version,
-                 provider.roomier, client.end_overdue, jobs)
+        model = model._replace(jobs=Post(client, endpoint, ENGINES[provider.api]))
+    return model
 
 
 def base_url_of(options: Settings, word: str, provider: Provider) -> str:
@@ -2663,14 +2676,14 @@ def check_parameters(options: Settings, word: str, provider: Provider,
             raise HarnessError("%s does not take %s; %s" % (word, name, refused[name]))
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
-    limits = {"max_tokens", "max_completion_tokens"}
-    structure = APIS[provider.api].structure({}).keys()
-    for option, given, twice in (
-            ("--max-tokens", options.max_tokens, params & limits),
-            ("--structured", options.structured, asked & structure)):
-        if given and twice:
-            raise HarnessError("%s and --param %s say the same; give one of them" % (
-                option, min(twice)))
+    twice = set()
+    if options.max_tokens:
+        twice = params & {"max_tokens", "max_completion_tokens"}
+    if options.structured:
+        twice |= asked & APIS[provider.api].structure({}).keys()
+    for name in twice:
+        raise HarnessError("--param %s and an option of its own say the same; give one of them"
+                           % name)
 
 
 def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
@@ -2695,13 +2708,10 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
-CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
-    **dict.fromkeys(
-        (9, 10), "check this machine's clock, or have the server's certificate renewed"),
-    **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
+STATUS_LINE = re.compile(r"HTTP/1\.[01] [1-5]\d\d")
 END_OF_LINE = re.compile(rb"\r?\n")
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
-UNSIGNED = "set SSL_CERT_FILE to that of who signed it"
+CERTIFICATE = "the clock here, the name in --base-url, and that SSL_CERT_FILE names who signed it"
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
 MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
@@ -2772,20 +2782,13 @@ class Inbox:
 
 
 def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """A compressed body of any number of members, part by part."""
+    """A compressed body, part by part."""
     if zlib is None:
         raise OverflowError("a compressed reply, and this Python has no module zlib")
     inflater = zlib.decompressobj(47)
-    broken = False
-    for piece in parts:
-        rest = piece
-        while rest:
-            if inflater.eof:
-                inflater = zlib.decompressobj(47)
-            yield inflater.decompress(rest, MAX_REPLY + 1)
-            rest = inflater.unused_data
-            broken = not inflater.eof
-    if broken:
+    for part in parts:
+        yield inflater.decompress(part, MAX_REPLY + 1)
+    if not inflater.eof:
         raise EOFError("the compressed reply broke off")
 
 
@@ -2794,7 +2797,7 @@ def received(inbox: Inbox) -> Iterator[Any]:
     status = "100"
     while status[0] == "1":                             # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
-        if not re.match(r"HTTP/1\.[01] [1-5]\d\d", first):
+        if not STATUS_LINE.match(first):
             raise ValueError("it does not speak HTTP (or https, not http?): " + first)
         status = first[9:12]
     headers = {}
@@ -2879,8 +2882,9 @@ class Client:
         self._idle: Dict[Any, float] = {}               # a connection kept alive -> since when
         self._trust = 0.05                              # seconds; see _kept
         self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> its end
+        self.head = functools.lru_cache(64)(self._head)     # most calls have the same
 
-    def head(self, method: str, path: str, *lines: str) -> bytes:
+    def _head(self, method: str, path: str, *lines: str) -> bytes:
         """The head of a request but for the number that it ends with, the length of the body."""
         if path.startswith("/v1/") and self._path.endswith("/v1"):
             path = path[3:]
@@ -3008,9 +3012,8 @@ class Client:
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            remedy = CERTIFICATES.get(error.verify_code, UNSIGNED)
-            return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
-                where, error.verify_message, remedy))
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; check %s" % (
+                where, error.verify_message, CERTIFICATE))
         if name == "OverflowError":
             detail = "%s sent %s; check --base-url" % (where, words)
             return CallFailed("stop", detail, billed=True)
@@ -3122,7 +3125,7 @@ def tls_context() -> Any:
 
 FIX_REQUEST = "fix the request (--param, --retry-param)"
 ERRORS = (          # kind of failure, what to do, the HTTP statuses and error codes that mean it
-    ("retry", "", "408 409 425 429"),
+    ("retry", "", "408 409 425 429 498"),
     ("rejected", "",
      "400 413 422 context_length_exceeded exceed_context_size_error content_filter"),
     ("stop", "no money or quota is left: fix that first",
@@ -3203,16 +3206,17 @@ def error_in(document: Any, text: str) -> ApiError:
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
-             statuses: Mapping[int, str] = {}) -> CallFailed:
+             statuses: Mapping[str, str] = {}) -> CallFailed:
     """What an HTTP status that is no success means: by status and code, never by the message.
 
     `sent` names the members of the request: an error that blames one, except the messages, would
     meet every call.
     """
-    kind, hint = MEANINGS.get(str(status), ("stop", FIX_REQUEST))
-    if status >= 500 and str(status) not in MEANINGS or status == 402 and wait:
+    word = str(status)
+    kind, hint = MEANINGS.get(word, ("stop", FIX_REQUEST))
+    if status >= 500 and word not in MEANINGS or status == 402 and wait:
         kind = "retry"
-    kind = statuses.get(status, kind)
+    kind = statuses.get(word, kind)
     told = [code for code in error.codes if code in MEANINGS and not code.isdigit()]
     if told:
         kind, hint = MEANINGS[told[0]]
@@ -3223,7 +3227,7 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
         detail += "; " + hint
     billed = status >= 500 and kind == "retry"
     failure = CallFailed(kind, detail, status=status, wait=wait, billed=billed)
-    failure.certain = bool(told) or status == 413 or status in statuses
+    failure.certain = bool(told) or status == 413 or word in statuses
     return failure
 
 
@@ -3246,6 +3250,7 @@ def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
 # Tuples, since an endpoint may send what cannot be hashed.
 ENDED_EARLY = tuple(CUT_FINISHES | REFUSED_FINISHES)
 NOT_ANSWERED = tuple(REFUSED_FINISHES | FAILED_FINISHES)
+UNUSABLE = tuple(FAILED_FINISHES)
 
 
 def text_of(content: Any) -> Optional[str]:
@@ -3327,11 +3332,6 @@ APIS: Dict[str, Api] = {
         lambda schema: {"output_config": {
             "format": {"type": "json_schema", "schema": schema}}}),
 }
-
-
-def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Dict[str, Any]:
-    """What asks for an object keyed by these ids."""
-    return api.structure(reply_schema(task, ids))
 
 
 def reply_schema(task: Task, ids: Sequence[str]) -> Object:
@@ -3452,7 +3452,7 @@ class Endpoint(NamedTuple):
             whole = an_object(document)
             reply = self.api.reply(whole)
             inner = whole.get("error") or first_choice(whole).get("error")
-            failed = reply is None or reply.finish in tuple(FAILED_FINISHES)
+            failed = reply is None or reply.finish in UNUSABLE
             if reply is not None and not failed and (reply.text or not inner):
                 return reply                        # some send "error": {"code": 0} too
             if not inner:
@@ -3575,41 +3575,37 @@ def function_model(place: str) -> Call:
 Element = Dict[str, Any]
 
 
-class Demo:
+def demo_model(task: Task, settings: str) -> Call:
     """Offline answers, and at given rates the faults of real models.
 
-    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.
+    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.  The same prompt asked again may meet other faults.
     """
+    import random
+    seen: Counter[str] = collections.Counter()          # how often each prompt was asked
+    rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
+    for part in filter(None, settings.split(",")):
+        name, _, value = part.partition("=")
+        if name not in rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
+            raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
+                shown(part), ", ".join(rates)))
+        rates[name] = float(value)
+    for field, schema in task.fields.items():
+        if broken_rule(schema, demo_value(schema, 1)) is not None:
+            raise HarnessError("the demo model has no value for field %s; use labels"
+                               % shown(field))
 
-    def __init__(self, task: Task, settings: str) -> None:
-        self._task = task
-        self._seen: Counter[str] = collections.Counter()            # how often each was asked
-        self._rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
-        for part in filter(None, settings.split(",")):
-            name, _, value = part.partition("=")
-            if name not in self._rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
-                raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
-                    shown(part), ", ".join(self._rates)))
-            self._rates[name] = float(value)
-        for field, schema in task.fields.items():
-            if broken_rule(schema, demo_value(schema, 1)) is not None:
-                raise HarnessError("the demo model has no value for field %s; use labels"
-                                   % shown(field))
-
-    def __call__(self, prompt: str, extra: Object) -> Reply:
-        """The reply to one prompt; the same prompt asked again may meet other faults."""
-        import random
-        self._seen[prompt] += 1
-        dice = random.Random("%s %d %s" % (self._rates["seed"], self._seen[prompt], prompt))
-        time.sleep(self._rates["delay"])
+    def call(prompt: str, extra: Object) -> Reply:
+        seen[prompt] += 1
+        dice = random.Random("%s %d %s" % (rates["seed"], seen[prompt], prompt))
+        time.sleep(rates["delay"])
         asked = re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)
-        elements = [self._element(*item) for item in asked]
-        faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
+        elements = [demo_element(task, *item) for item in asked]
+        faults = [name for name in DEMO_FAULTS if dice.random() < rates[name]]
         for name in faults:
             if elements and name in ELEMENT_FAULTS:
                 ELEMENT_FAULTS[name](elements, dice)
         document: Any = elements
-        if self._task.form == "keyed":
+        if task.form == "keyed":
             document = {element.pop("id"): element for element in map(dict, elements)}
         text = json.dumps(document, ensure_ascii=False)
         finish, refusal = "stop", None
@@ -3620,15 +3616,18 @@ class Demo:
         if "refuse" in faults:
             refusal = "I would rather not."
         return Reply(text, finish, refusal, "demo-1")
+    return call
 
-    def _element(self, name: str, text: str) -> Element:
-        number = int(text_digest(unguard(text))[:8], 16)
-        element: Element = {"id": name}
-        if self._task.rubric_version is not None:
-            element["rubric_version"] = self._task.rubric_version
-        for field, schema in self._task.fields.items():
-            element[field] = demo_value(schema, number)
-        return element
+
+def demo_element(task: Task, name: str, text: str) -> Element:
+    """What the demo model says of one item."""
+    number = int(text_digest(unguard(text))[:8], 16)
+    element: Element = {"id": name}
+    if task.rubric_version is not None:
+        element["rubric_version"] = task.rubric_version
+    for field, schema in task.fields.items():
+        element[field] = demo_value(schema, number)
+    return element
 
 
 def demo_value(schema: Any, number: int) -> Any:
@@ -3696,6 +3695,8 @@ DEMO_FAULTS = (*ELEMENT_FAULTS, *TEXT_FAULTS)
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+TOO_MANY = CallFailed("retry", "too few files may be open for so many workers; raise `ulimit -n`, "
+                      "or lower --workers")
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed: it is left this time
@@ -3710,6 +3711,8 @@ ADVICE = {                              # by the verdict that most of them got
     "rejected": "check the account, --model, --param and these texts",
     "bad_value": "change the labels or the instruction",
 }
+ROUGH = "rough: a token for 4 bytes of prompt, 20 for an answer"
+SAMPLED = 10_000                        # texts that are measured for such an estimate
 Came = Union[Reply, CallFailed]         # for an ask
 Members = Dict[str, Any]                # of a row of the ledger
 Header = Callable[[], Mapping[str, Any]]                # gives those of a run's own row
@@ -3782,11 +3785,31 @@ class Pending:
         self.options = options
         self.policy = Policy(options.attempts, options.on_failure)
         self.unfrozen = 0               # rows that were not there at the first pass
+        self.seen = Figures()           # of the task at this size, where a price is to be told
         self._settled = ANSWERED | QUARANTINED      # what is not to be asked
         if options.retry_quarantined:
             self._settled = ANSWERED
         # Flights met while items are read into batches.
         self._side: Deque[Flight] = collections.deque()
+
+    def apply(self, row: Mapping[str, Any]) -> None:
+        """Take in a row of the ledger as it was found."""
+        self.state.apply(row)
+        mine = row["event"] == "attempt" and row["task"] == self.state.task.fingerprint
+        if mine and self.options.price and row["size"] == self.size:
+            self.seen.count(row)
+
+    def tokens_to_expect(self, items: int, calls: int, head: str) -> Tuple[float, float, str]:
+        """The tokens of so many items, in and out, and what that rests on."""
+        seen = self.seen
+        known = seen.calls - seen.tokens_unknown
+        if seen.answered and known:
+            times = seen.calls / known * items / seen.answered
+            return seen.tokens_in * times, seen.tokens_out * times, "as on the ledger"
+        texts = [len(row.text.encode("utf-8", "replace"))
+                 for row in itertools.islice(self.source.rows(), SAMPLED)]
+        mean = sum(texts) / max(1, len(texts)) + len('<item id="0123456789ab"></item>')
+        return (calls * len(head.encode("utf-8")) + items * mean) / 4, items * 20.0, ROUGH
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
@@ -3914,7 +3937,7 @@ class Pace:
         As long as the server says, else bounded exponential; jittered.
         """
         held = now < self.held_until                    # of an episode whose wait is known
-        overloaded = failure.status in OVERLOADED
+        overloaded = failure.status in OVERLOADED or failure is TOO_MANY
         if not held:
             self.strikes += 1
         if overloaded and not held:
@@ -3941,6 +3964,7 @@ class Tally:
     coalesced = 0           # of these, 429s that no row counts yet
     lost = 0                # replies that could not be written
     unanswered = 0          # items in collected jobs
+    billed = 0              # calls without a reply that may cost, too
 
 
 class Run:
@@ -4012,7 +4036,7 @@ class Run:
         code = row["verdict"]
         certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
         sure = sure or self.options.keep_going or (certain and self.proven())
-        if not sure:
+        if "quarantined" in whole and not sure:
             row = compact({**whole, "quarantined": None})
         tally = self.tally
         tally.replies += 1
@@ -4027,7 +4051,7 @@ class Run:
             self.confirm()
             return whole
         tally.quarantined += len(settled)
-        if "quarantined" in whole and not sure:
+        if row is not whole:
             self._held.append(whole)
         if not certain and not sure:
             self._fruitless.append(row)
@@ -4038,6 +4062,26 @@ class Run:
             self.hint("same", "a first attempt at temperature 0 failed, and a model asked the same "
                       "tends to say the same; try --retry-param temperature=0.7")
         return whole
+
+    def cost(self) -> float:
+        """What the calls have cost, as far as their tokens are known."""
+        figures = self.figures
+        return cost_of(self.options.price, figures.tokens_in, figures.tokens_out)
+
+    def cost_words(self) -> str:
+        """What the calls have cost: "cost about 0.42"."""
+        words = "about"
+        if self.figures.tokens_unknown or self.tally.billed or self.tally.lost:
+            words = "at least"
+        return "cost %s %s" % (words, money(self.cost()))
+
+    def cost_to_expect(self, pending: Pending, items: int, calls: int) -> str:
+        """What so many items at one size will cost, and what that rests on; "": no price."""
+        if not self.options.price:
+            return ""
+        *tokens, basis = pending.tokens_to_expect(items, calls, self.prompt_head)
+        cost = cost_of(self.options.price, *tokens)
+        return "; cost about %s (%s)" % (money(cost), basis)
 
     def confirm(self) -> None:
         """Put into quarantine what was held back: a reply was accepted, or nothing is left."""
@@ -4051,6 +4095,7 @@ class Run:
         coalesced = self.tally.coalesced or None
         self.tally.coalesced = 0
         self.tally.failures += 1
+        self.tally.billed += failure.billed
         self.append_event(
             "failure", kind=failure.kind, status=failure.status, wait=wait, billed=failure.billed,
             coalesced=coalesced, batch=ask.ids, attempt=ask.attempt, stage=self.task.stage,
@@ -4099,6 +4144,22 @@ class Run:
         return "%d calls brought no acceptable reply, as for %s%s; %s (or say --keep-going)" % (
             len(rows), reply_words(alike[-1], 200), most, advice)
 
+    def spent(self, now: float) -> str:
+        """Which budget of this run is used up; else ""."""
+        options, figures = self.options, self.figures
+        if self.tally.calls == options.max_calls:
+            return "--max-calls %d is reached" % self.tally.calls
+        if now >= self.deadline:
+            return "the --deadline of %g s has passed" % (options.deadline or 0)
+        if options.max_cost is None:
+            return ""
+        if self.cost() >= options.max_cost:
+            return "--max-cost %g is reached by the calls of this run" % options.max_cost
+        if figures.answered and not figures.tokens_in:
+            return ("--max-cost cannot be held, since this model does not say how many tokens a "
+                    "call took; leave it out, take --max-calls")
+        return ""
+
     def hint(self, kind: str, words: str) -> None:
         """Say something, once for each kind."""
         if kind not in self._hinted:
@@ -4133,30 +4194,23 @@ class Run:
         return before
 
 
-class Moment(NamedTuple):
-    """What a thread knows that looks for its next call; times in seconds."""
-
-    due: float = math.inf               # when there is a call to make; infinity: there is none
-    opens: float = 0.0                  # when the pace lets it begin
-    in_flight: int = 0
-    spent: str = ""                     # the budget that is used up
-    vain: str = ""                      # why a person should look first
-
-
-def next_step(at: Moment) -> Union[float, str]:
+def next_step(due: float = math.inf, opens: float = 0.0, in_flight: int = 0, spent: str = "",
+              vain: str = "") -> Union[float, str]:
     """When to make the next call, or why none is made any more; "": all is done.
 
-    Infinity: not before another has ended, which may be accepted though so many were not.
+    `due` is when there is a call to make (infinity: there is none), `opens` when the pace lets it
+    begin, `spent` the budget that is used up, `vain` why a person should look first.  Infinity: not
+    before another has ended, which may be accepted though so many were not.
     """
-    if at.vain and not at.in_flight:
-        return at.vain
-    if at.spent and at.due < math.inf:
-        return at.spent
-    if at.due == math.inf and not at.in_flight:
+    if vain and not in_flight:
+        return vain
+    if spent and due < math.inf:
+        return spent
+    if due == math.inf and not in_flight:
         return ""
-    if at.vain:
+    if vain:
         return math.inf
-    return max(at.due, at.opens)
+    return max(due, opens)
 
 
 class Pool:
@@ -4267,6 +4321,7 @@ class Pool:
             (True, "%.1f/min", 60 * speed),
             (done, "%s left", clock((tally.pending - done) / (speed or 1))),
             (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
+            (self._run.options.price, "%s", self._run.cost_words()),
             (tally.quarantined, "%d quarantined", tally.quarantined),
             (tally.failures, "%d failed calls", tally.failures)]
         return [words % value for known, words, value in told if known]
@@ -4296,7 +4351,7 @@ class Pool:
         run, pace = self._run, self._pace
         while not run.code and self._workers <= max(1, self._most):
             now = time.monotonic()
-            step = next_step(self._moment(now))
+            step = self._step(now)
             if isinstance(step, str):
                 if step:
                     run.stop(step, STOPPED)
@@ -4319,17 +4374,14 @@ class Pool:
         run.lock.notify_all()               # others may have nothing more to do, either
         return None
 
-    def _moment(self, now: float) -> Moment:
-        """How things stand, the next call being in the queue where there is any."""
-        run, due, spent = self._run, math.inf, ""
+    def _step(self, now: float) -> Union[float, str]:
+        """What to do next, the next call being in the queue where there is any."""
+        run, due = self._run, math.inf
         self._fill(now)
         if self._queue:
             due = self._queue[0][0]
-        if run.tally.calls == run.options.max_calls:
-            spent = "--max-calls %d is reached" % run.tally.calls
-        elif now >= run.deadline:
-            spent = "the --deadline of %g s has passed" % (run.options.deadline or 0)
-        return Moment(due, self._pace.opens(self._in_flight), self._in_flight, spent, run.in_vain())
+        opens = self._pace.opens(self._in_flight)
+        return next_step(due, opens, self._in_flight, run.spent(now), run.in_vain())
 
     def _fill(self, now: float) -> None:
         """Queue the calls of a new batch, where no call can be made."""
@@ -4356,7 +4408,7 @@ class Pool:
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
-            return functools.partial(self._no_files, queued)
+            return functools.partial(self._failed, queued, TOO_MANY)
         return functools.partial(self._replied, queued, came, prompt, {
             "at": timestamp(), "run": run.run_id, "ms": round(1000 * (time.monotonic() - started)),
             "params": params, "arm": queued.flight.arm, "prompt_sha": prompt_digest(prompt),
@@ -4371,22 +4423,10 @@ class Pool:
         row = run.settle(queued.ask, came, context)
         self._push(queued.flight.told(queued.ask, row["verdict"]))
         if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
-            roomier = run.model.roomier or "give it a larger context"
             run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to "
-                     "read only a part; %s, or take a smaller --batch-size or --batch-chars" % (
-                         came.tokens_in, len(queued.ask.items), roomier))
-
-    def _no_files(self, queued: Queued) -> None:
-        """No file descriptor was left for a call: another worker makes it, or the last again."""
-        run = self._run
-        words = ("too few files may be open for so many workers; raise `ulimit -n`, or lower "
-                 "--workers")
-        run.tally.calls -= 1
-        run.hint("files", words + " (going on with fewer)")
-        self._push([queued])
-        self._most = min(self._most, self._workers) - 1
-        if self._most < 0:              # at 0, others held the descriptors when it failed
-            run.stop(words, STOPPED)
+                     "read only a part; give it a larger context (of Ollama: OLLAMA_CONTEXT_LENGTH)"
+                     ", or take a smaller --batch-size or --batch-chars" % (
+                         came.tokens_in, len(queued.ask.items)))
 
     def _failed(self, queued: Queued, failure: CallFailed) -> None:
         """A call that brought no reply: repeat it later, leave it, or end the run."""
@@ -5640,7 +5680,7 @@ SHOWN_LABELS = 12                       # of a field, the most frequent ones
 MAX_WORD = 100                          # characters of an answer that are held
 COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
           "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
-          "items", "failed_items", "verdicts", "normalised")
+          "spent", "unpriced", "items", "failed_items", "verdicts", "normalised")
 SHARES = (                              # name, the part, the whole
     ("first_pass", "first_ok", "first"),
     ("calls_per_item", "calls", "items"),
@@ -5708,6 +5748,9 @@ class Figures:
     tokens_in = 0
     tokens_out = 0
     tokens_unknown = 0                  # calls
+    spent: Optional[float] = None       # by calls whose price is known
+    unpriced = 0                        # the other calls
+    price: Sequence[float] = ()         # of the run whose row comes next
 
     group: Group
     asked = ""                          # the model that was asked for
@@ -5735,7 +5778,8 @@ class Figures:
         self.calls += 1
         self.verdicts[row["verdict"]] += 1
         self.normalised.update(row.get("normalised", ()))
-        self.answered += len(answers_of(row))
+        if accepted:
+            self.answered += len(row["batch"])
         if row.get("reordered"):
             self.reordered += 1
         if row["fallback"]:
@@ -5762,6 +5806,11 @@ class Figures:
             self.repeated += 1          # the ledger was put together by hand
             return
         self.count(row)
+        if self.price and "tokens_in" in row and "tokens_out" in row:
+            cost = cost_of(self.price, row["tokens_in"], row["tokens_out"])
+            self.spent = cost + (self.spent or 0.0)
+        else:
+            self.unpriced += 1
         if type(row.get("ms")) is int:  # a batch job's calls have none
             self.ms.append(row["ms"])
         if row["fallback"] and row["size"] > 1:
@@ -5831,6 +5880,7 @@ class Reading:
             figures.group = group
             figures.asked = asked
             figures.fields = an_object(run["task"].get("fields"))
+        self.groups[group].price = run.get("price", ())
         return self.groups[group]
 
     def arms(self) -> List[Figures]:
@@ -5842,7 +5892,7 @@ class Reading:
 
 # ---- an arm against size 1 ----
 
-def share(part: int, whole: int) -> Optional[float]:
+def share(part: float, whole: int) -> Optional[float]:
     """The share of a part; None of nothing."""
     if not whole:
         return None
@@ -6137,6 +6187,8 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
         "first_pass_low": 1 - found.rates.high,
         "first_pass_high": 1 - found.rates.low,
         "tokens_per_item": tokens_per_item(figures),
+        "spent_per_item": share(figures.spent or 0, figures.items),
+        "spent_is": "at least" if figures.unpriced else "about",
         "cost": saving(found),
         "ms_p50": ms[len(ms) // 2],
         "ms_p95": ms[int(0.95 * len(ms))],
@@ -6212,6 +6264,7 @@ DETAILS = (
     ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered .1%)s of their "
      "answers are as at size 1"),
     ("an item costs", "items", "%(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens"),
+    ("cost", "spent", "%(spent_is)s %(spent money)s, %(spent_per_item money)s an item"),
     ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
     ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
      "%(floor_same of floor_compared)s"),
@@ -6236,6 +6289,7 @@ FORMS: Dict[str, Callable[[Any], str]] = {
     "points": lambda value: "%.1f" % (100 * value),
     "few": lambda names: ", ".join(names[:3]) or "texts that vary anyway",
     "counts": as_counts,
+    "money": money,
     "agreements": lambda fields: ", ".join(
         name + AGREES[field["labels"]] % Words(field) for name, field in fields.items()),
 }
@@ -7460,6 +7514,10 @@ TAKES: Dict[str, Tuple[str, str, Callable[..., Any]]] = {
     "DURATION": (
         r"(\d{1,7}(?:\.\d+)?)([smh]?)",
         "a duration such as 90s, 15m or 2h (at most 550h)", duration),
+    "AMOUNT": (r"(?=.*[1-9])(\d{0,6}\.?\d{1,9})", "an amount such as 2.50", float),
+    "IN,OUT": (
+        r"(\d{0,6}\.?\d{1,9}),(\d{0,6}\.?\d{1,9})", "two prices such as 0.15,0.60",
+        lambda *prices: [float(price) for price in prices]),
     "DATE": (r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str),
     "A,B,..": (
         r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
@@ -7539,7 +7597,10 @@ batches and policy:
     --attempts N                how often a batch is asked (default 2)
     --on-failure single|split|exclude    what follows (default single)
     --retry-param NAME=JSON     change the request from the second attempt on
+    --price IN,OUT              of a million tokens of prompts and of replies; says the cost
+  run trial
     --max-calls N               make at most N calls now
+    --max-cost AMOUNT           begin no call once this run has cost so much (--price)
     --deadline DURATION         begin no call after this time
   run trial collect
     --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
@@ -7600,7 +7661,8 @@ REFUSED = (
     ("task", "instruction_file", "holds the instruction; leave --instruction-file out"),
     ("task", "labels", "holds the labels; leave --labels out"),
     ("task", "stage", "holds the stage; leave --stage out"),
-    ("max_calls", "batch_api", "means nothing to batch jobs; bound them with --limit"),
+    *((name, "batch_api", "means nothing to batch jobs; bound them with --limit")
+      for name in ("max_calls", "max_cost")),
 )
 
 
@@ -7622,6 +7684,8 @@ def check_options(options: Settings) -> None:
     for name in ("no_wait", "abandon", "finish"):
         if given(options, name) and options.command == "run" and not options.batch_api:
             raise HarnessError("%s is about batch jobs; say --batch-api, too" % spelled(name))
+    if options.max_cost and not options.price:
+        raise HarnessError("--max-cost needs to know what tokens cost; add --price IN,OUT")
     part, parts = options.shard
     if part > parts:
         raise HarnessError("--shard %d/%d is none of its parts; count them from 1" % options.shard)
@@ -7725,7 +7789,7 @@ def taken_up(run: Run, source: Source, rows: Iterable[Mapping[str, Any]]) -> Job
     for row in rows:
         jobs.apply(row)
         for pending in run.arms:
-            pending.state.apply(row)
+            pending.apply(row)
     if len(state.status) > known:                   # the ledger has brought other texts
         check_collision(source, state, run.options.id_length)
     check_ledger(run.options, run.model, state)
@@ -7814,14 +7878,15 @@ def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
     run.tally.pending += asked
     calls = alone + math.ceil(batched / pending.size)
     # How texts fall into batches is not known before.
+    cost = run.cost_to_expect(pending, asked, calls)
     if options.batch_chars is not None or pending.state.open or (options.limit and alone):
-        return "about %d calls" % calls
+        return "about %d calls%s" % (calls, cost)
     most = calls * options.attempts
     if pending.size > 1 and options.on_failure != "exclude":
         most += batched * options.attempts
         if options.on_failure == "split":
             most += batched
-    return "about %d calls if every reply is good, at most %d" % (calls, most)
+    return "about %d calls if every reply is good, at most %d%s" % (calls, most, cost)
 
 
 def trial_words(sizes: Sequence[int]) -> Iterator[str]:
@@ -7892,7 +7957,7 @@ def answered_words(run: Run) -> str:
 
 
 KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
-        "deadline")             # options that stand in a run's row under their own names
+        "price", "max_cost", "deadline")             # options that stand in a run's row under their own names
 
 
 def run_header(run: Run, frozen: InputCount) -> Members:
@@ -7952,6 +8017,8 @@ def spent_words(run: Run) -> str:
                  tally.failures))
     if figures.tokens_in:
         words += "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out)
+    if run.options.price:
+        words += "; " + run.cost_words()
     return words
 
 

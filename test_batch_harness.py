@@ -1899,7 +1899,7 @@ class Plans(Case):
 
     def test_random_faults_put_few_items_into_quarantine(self):
         for seed in (1, 2):
-            demo = bh.Demo(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
+            demo = bh.demo_model(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
             answered = sum(len(bh.run_batch(batch, lambda prompt: demo(prompt, {})).answers)
                            for batch in bh.batches(made(600), 5))
             self.assertGreaterEqual(answered, 596)
@@ -3561,9 +3561,9 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
         start = len(head) - 3     # each search begins where the last one ended
         self.assertEqual(places[2:5], [(start,), (start + 50,), (start + 100,)])
 
-    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
+    def test_a_compressed_reply_is_measured_as_it_is_inflated(self):
         head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n"
-        stream = [head + gzip.compress(b"x" * 600) * 9]
+        stream = [head + gzip.compress(b"x" * 5400)]
         self.assertEqual(self.read(stream, 5400).body, b"x" * 5400)
         with self.assertRaises(OverflowError):
             self.read(stream, 5399)
@@ -3625,7 +3625,7 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
         self.assertIn("key? no; check model", went.out)
 
     @unittest.skipUnless(shutil.which("openssl"), "makes certificates with openssl")
-    def test_every_fault_of_a_certificate_has_its_own_words(self):
+    def test_every_fault_of_a_certificate_is_said_with_what_to_check(self):
         def certificate(name, days, subject):
             self.write(name + ".cnf", "subjectAltName=IP:" + subject)
             request = "req -newkey rsa:2048 -nodes -keyout NAME.key -out NAME.req -subj /CN=x"
@@ -3636,9 +3636,9 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
                 subprocess.run(["openssl", *words.split()], check=True, capture_output=True)
         for name, days, subject, trusted, words in table("""
                 good     | 1  | 127.0.0.1 | good.pem  | 1 of 1 items answered
-                other    | 1  | 127.0.0.9 | other.pem | write the name it was made for
-                unsigned | 1  | 127.0.0.1 | good.pem  | set SSL_CERT_FILE
-                late     | -1 | 127.0.0.1 | late.pem  | expired; check this machine's clock"""):
+                other    | 1  | 127.0.0.9 | other.pem | the name in --base-url
+                unsigned | 1  | 127.0.0.1 | good.pem  | SSL_CERT_FILE names who signed it
+                late     | -1 | 127.0.0.1 | late.pem  | expired; check the clock here"""):
             certificate(name, days, subject)
             server = self.serve()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -4040,11 +4040,16 @@ class Runs(EndpointCase):
         self.assertNotIn("\r", self.main("--input", "items.jsonl", "--model", "demo")[2])
         tally = types.SimpleNamespace(answered=30, quarantined=2, pending=62, failures=4)
         figures = types.SimpleNamespace(first=20, first_ok=19)
-        pool = types.SimpleNamespace(_run=types.SimpleNamespace(tally=tally, figures=figures),
-                                     _began=100.0, _pace=types.SimpleNamespace(held_until=120.0))
-        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)),
-                         "32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
-                         "2 quarantined, 4 failed calls")
+        run = types.SimpleNamespace(tally=tally, figures=figures, options=bh.Settings(),
+                                    cost_words=lambda: "cost about 0.42")
+        pool = types.SimpleNamespace(_run=run, _began=100.0,
+                                     _pace=types.SimpleNamespace(held_until=120.0))
+        said = ("32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
+                "2 quarantined, 4 failed calls")
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
+        run.options = bh.Settings(price=(1.0, 2.0))
+        said = said.replace("2 q", "cost about 0.42, 2 q")
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     def test_under_nohup_a_dropped_line_ends_nothing(self):
@@ -4061,7 +4066,7 @@ class Runs(EndpointCase):
         self.assertEqual((server.most, len(server.requests)), (5, 40))
 
     @unittest.skipUnless(os.name == "posix", "needs a limit on open files")
-    def test_too_few_file_descriptors_mean_fewer_workers_and_no_failed_call(self):
+    def test_too_few_file_descriptors_mean_fewer_calls_at_once(self):
         import resource
         slow = self.slow(0.02)
         self.items_file(200)
@@ -4073,15 +4078,14 @@ class Runs(EndpointCase):
                                "--model", *more, preexec_fn=few)
             out, err = run.communicate(timeout=60)
             self.assertEqual((run.returncode, err.count(b"raise `ulimit -n`")), (code, 1), err)
-            self.assertIn(b" 0 calls without a reply", out)
-            self.assertEqual(self.rows(str(code), "failure"), [])
 
-    def test_a_call_without_a_file_descriptor_is_no_call_and_the_last_worker_stops(self):
+    def test_where_no_file_can_be_opened_at_all_the_run_stops_and_says_so(self):
         words = ("--input", self.items_file(9), "--model", "demo")
-        with mock.patch.object(bh.Demo, "__call__", side_effect=OSError(24, "Too many open files")):
+        broken = mock.Mock(side_effect=OSError(24, "Too many open files"))
+        with mock.patch.object(bh, "demo_model", return_value=broken):
             code, out, err = self.main(*words)
-        self.assertEqual((code, len(self.bytes().splitlines())), (3, 1), err)
-        self.assertIn("stopped early: too few files may be open for so many workers", out)
+        self.assertEqual((code, self.rows(LEDGER)), (3, []), err)
+        self.assertIn("times in a row: too few files may be open for so many workers", out)
         self.assertIn("9 of 9 items answered", self.main(*words)[1])
 
     def test_threads_are_started_as_there_is_work_and_those_that_the_system_gives_will_do(self):
@@ -4124,6 +4128,62 @@ class Runs(EndpointCase):
             self.assertEqual(came, code, out + err)
             self.assertRegex(out, words)
 
+    PRICE = ("--price", "1000,2000")            # so that a call of 40 + 9 tokens costs 0.058
+
+    def test_amounts_have_two_digits(self):
+        amounts = {0: "0.00", 12.5: "12.50", 0.42: "0.42", 0.099: "0.099", 0.000312: "0.00031"}
+        self.assertEqual(list(map(bh.money, amounts)), list(amounts.values()))
+
+    def test_what_the_calls_cost_is_said_before_and_after(self):
+        server = self.serve()
+        bare = len(bh.prompt_head(bh.DEFAULT)) * 4 + 4 * (len("text number 0") + 31)
+        first = "0 quarantined, 4 pending\n.*at most 8; cost about %s \\(rough: a token for 4 bytes"
+        code, out, _ = self.ask(server, 4, *self.PRICE, "--dry-run")
+        self.assertRegex(out, first % bh.money(bare / 4 / 1000 + 80 * 2 / 1000))
+        code, out, _ = self.ask(server, 4, *self.PRICE)
+        self.assertRegex(out, "this run: 4 calls.*; 160 tokens in, 36 out; cost about 0.23\n")
+        self.assertEqual(self.rows(LEDGER, "run")[0]["price"], [1000.0, 2000.0])
+        code, out, _ = self.ask(server, 14, *self.PRICE, "--dry-run")
+        self.assertIn("about 10 calls if every reply is good, at most 20; cost about 0.58 (as on "
+                      "the ledger)", out)
+        code, out, _ = self.ask(server, 14)
+        self.assertNotIn("cost", out)
+        self.assertNotIn("price", self.rows(LEDGER, "run")[1])
+        code, out, _ = self.main("report", "--ledger", LEDGER)
+        self.assertRegex(out, " cost +at least 0.23, 0.017 an item\n")
+        arms = json.loads(self.main("report", "--ledger", LEDGER, "--json")[1])["arms"]
+        self.assertEqual([round(arm["spent"], 6) for arm in arms], [0.232])
+
+    def test_tokens_that_nobody_counted_make_a_cost_at_least_that(self):
+        for first, words in ((completion("GOOD", usage=None), "at least 0.12"),
+                             (500, "at least 0.17"), (429, "about 0.17")):
+            went = self.play(at([1], first), 3, " ".join(self.PRICE))
+            self.assertIn("; cost %s\n" % words, went.out)
+
+    def test_a_run_ends_at_what_it_may_cost(self):
+        options = " ".join((*self.PRICE, "--max-cost", "0.1"))
+        words = ("stopped early: --max-cost 0.1 is reached by the calls of this run; run the same "
+                 "command again to go on", "; cost about 0.12\n")
+        went = self.scene(None, 5, options, (3, 2, 2, 0), *words)
+        self.assertEqual(went.failures, [])
+        server = self.serve()
+        for code, answered in ((3, 4), (0, 5)):     # each run has this for itself
+            came, out, _ = self.ask(server, 5, *options.split())
+            self.assertEqual((came, "%d of 5 items answered" % answered in out), (code, True), out)
+        self.items_file(5)
+        many = self.slow(0.1)
+        out = self.main("--input", "items.jsonl", "--model", "openai:m", "--base-url", many.base,
+                        "--workers", "3", *options.split(), "--ledger", "l.jsonl")[1]
+        self.assertIn("stopped early: --max-cost", out)
+        self.assertLessEqual(len(many.requests), 4)
+        code, out, err = self.main("trial", "--sizes", "1,1", "--ledger", "t.jsonl", "--input",
+                                   "items.jsonl", "--model", "openai:m", "--base-url", server.base,
+                                   "--workers", "1", *options.split())
+        self.assertEqual((code, err.count("; cost about ")), (3, 2), out + err)
+        out = self.fresh("demo", 3, *options.split(), "--workers", "1")[1]
+        self.assertIn("--max-cost cannot be held, since this model does not say how many tokens",
+                      out)
+
     def test_calls_a_minute_are_spaced(self):
         server = self.serve()
         self.assertEqual(self.ask(server, 5, "--workers", "5", "--rpm", "600")[0], 0)
@@ -4146,7 +4206,7 @@ class Runs(EndpointCase):
                 (never, {"due": 0.0, "in_flight": 1, "vain": "look"}),  # it may still be accepted
                 ("look", {"due": 0.0, "vain": "look"}),
                 ("look", {"vain": "look", "spent": "budget"})):
-            self.assertEqual(bh.next_step(bh.Moment(**moment)), step, moment)
+            self.assertEqual(bh.next_step(**moment), step, moment)
 
     def test_the_pace_is_told_the_time_and_nothing_else(self):
         never = float("inf")
@@ -4205,7 +4265,8 @@ class Runs(EndpointCase):
 
     def test_a_dry_run_shows_the_first_prompt_and_calls_and_writes_nothing(self):
         words = ("--input", self.items_file(5), "--model", "demo", "--batch-size", "2", "--dry-run")
-        with mock.patch.object(bh.Demo, "__call__", side_effect=AssertionError("called")):
+        never = mock.Mock(side_effect=AssertionError("called"))
+        with mock.patch.object(bh, "demo_model", return_value=never):
             code, out, _ = self.main(*words)
         self.assertTrue(out.startswith(bh.build_prompt(made(2))))
         self.assertIn("5 rows, 5 items: 0 answered, 0 quarantined, 5 pending", out)
@@ -6889,19 +6950,19 @@ class CommandLine(Case):
 
     # modules that a Python may lack: a command that needs them, or one that does not
     LACKING = """
-        ssl,_ssl            needs   --input items.jsonl --model m --base-url https://127.0.0.1:9
-        ssl,_ssl            --input items.jsonl --model demo --ledger new/1.jsonl
-        encodings.idna      needs   --input items.jsonl --model m --base-url http://127.0.0.1:9
-        encodings.idna      --input items.jsonl --model demo --ledger new/2.jsonl
-        zlib                needs   --input a.jsonl.gz --model demo
-        zlib                --input items.jsonl --model demo --ledger new/3.jsonl
-        fcntl,msvcrt        needs   --input items.jsonl --model demo
-        fcntl,msvcrt        --input items.jsonl --model demo --dry-run
-        sqlite3,_sqlite3    needs   --input a.db --table t --model demo
-        sqlite3,_sqlite3    needs   export --input items.jsonl --ledger l.jsonl --output out.db
-        sqlite3,_sqlite3    needs   apply --ledger l.jsonl --database a.db --table t --batch-column b
-        sqlite3,_sqlite3    --input items.jsonl --model demo --ledger new/4.jsonl
-        sqlite3,_sqlite3    --help
+        ssl,_ssl          needs  --input items.jsonl --model m --base-url https://127.0.0.1:9
+        ssl,_ssl          --input items.jsonl --model demo --ledger new/1.jsonl
+        encodings.idna    needs  --input items.jsonl --model m --base-url http://127.0.0.1:9
+        encodings.idna    --input items.jsonl --model demo --ledger new/2.jsonl
+        zlib              needs  --input a.jsonl.gz --model demo
+        zlib              --input items.jsonl --model demo --ledger new/3.jsonl
+        fcntl,msvcrt      needs  --input items.jsonl --model demo
+        fcntl,msvcrt      --input items.jsonl --model demo --dry-run
+        sqlite3,_sqlite3  needs  --input a.db --table t --model demo
+        sqlite3,_sqlite3  needs  export --input items.jsonl --ledger l.jsonl --output out.db
+        sqlite3,_sqlite3  needs  apply --ledger l.jsonl --database a.db --table t --batch-column b
+        sqlite3,_sqlite3  --input items.jsonl --model demo --ledger new/4.jsonl
+        sqlite3,_sqlite3  --help
     """
 
     def test_a_python_without_a_module_does_all_that_does_not_need_it(self):
@@ -6973,6 +7034,13 @@ class CommandLine(Case):
         RUN --task t --labels a,b                   --task holds the labels
         RUN --task t --stage s                      --task holds the stage
         RUN --batch-api --max-calls 1               --max-calls means nothing to batch jobs
+        RUN --batch-api --price 1,2 --max-cost 1    --max-cost means nothing to batch jobs
+        RUN --max-cost 1                            --max-cost needs to know what tokens cost
+        RUN --price 1,2 --max-cost 0                an amount such as
+        RUN --price 1                               two prices such as 0.15,0.60
+        RUN --price 0,15,0,60                       two prices such as 0.15,0.60
+        emit f RUN --max-calls 1                    unrecognized arguments: --max-calls
+        emit f RUN --max-cost 1                     unrecognized arguments: --max-cost
         RUN --no-wait                               --no-wait is about batch jobs
         RUN --abandon j                             --abandon is about batch jobs
         RUN --finish online                         --finish is about batch jobs
@@ -7000,9 +7068,8 @@ class CommandLine(Case):
 
     def test_help_names_every_command_option_group_and_exit_code(self):
         exits = ["%d %s" % entry for entry in bh.EXITS.items()]
-        options = ["--input", "--instruction", "--model", "--batch-size", "--dry-run"]
-        for line, names in (("--help", [*bh.COMMANDS, *exits]), ("run --help", options),
-                            ("--version", [bh.__version__])):
+        for line, names in (("--help", [*bh.COMMANDS, *exits]), ("--version", [bh.__version__]),
+                            ("run --help", ["--input", "--instruction", "--dry-run"])):
             run = self.shell("PROGRAM " + line)
             self.assertEqual(run.stderr, b"")
             for name in names:
@@ -7059,11 +7126,10 @@ def ask(prompt):
     def test_an_interrupt_while_python_starts_or_ends_is_no_traceback(self):
         kill = "import atexit, os, signal\ndef kill():\n    os.kill(os.getpid(), signal.SIGINT)\n"
         self.items_file(1)
-        os.mkdir("copy")
-        self.write("copy/argparse.py", kill + "kill()\n")
+        self.write("argparse.py", kill + "kill()\n")
         self.write("mine.py", kill + "atexit.register(kill)\ndef ask(prompt):\n    return ''\n")
         for line, path, code, words in (
-                ("--version", "copy", 130, b"^batch_harness: interrupted; nothing was called\n\\Z"),
+                ("--version", ".", 130, b"^batch_harness: interrupted; nothing was called\n\\Z"),
                 ("--input items.jsonl --model py:mine.py:ask", "", 1, b"^(?!Traceback)")):
             run = self.process(*line.split(), env=dict(os.environ, PYTHONPATH=path))
             err = run.communicate(timeout=20)[1]
@@ -7154,7 +7220,7 @@ class Readme(Case):
         [ask] = next(bh.plan([bh.Item("x", "7")]))
         reply = bh.Reply("x", "length", None, "m", 1, 1, "r")
         refused = bh.Verdict("set_mismatch", {}, ("a",), ("b",), "d", ("fence",), True)
-        context = {"at": "", "run": "", "ms": 1, "prompt_sha": ""}
+        context = dict.fromkeys(("at", "run", "ms", "prompt_sha"), "")
         with mock.patch.object(bh, "compact", lambda row: row):
             row = bh.attempt_row(ask, reply, refused, bh.DEFAULT, context)
         self.assertEqual(sorted(self.names("## The ledger")), sorted([*row, "seq", "prev"]))
