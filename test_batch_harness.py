@@ -911,26 +911,24 @@ null
 
     def test_labels_are_one_row_of_csv(self):
         self.items_file(1)
-        for typed, labels in (
-            ("a,b", ["a", "b"]),
-            (" a , b ", ["a", "b"]),
-            ('"so, so",good', ["so, so", "good"]),
-            ('good, "so, so"', ["good", "so, so"]),
-            ('"say ""so""",good', ['say "so"', "good"]),
-            ("5\" pipe,it's", ["5\" pipe", "it's"]),
-            ("\u662f\uff0c\u5bf9,\u5426", ["\u662f\uff0c\u5bf9", "\u5426"])
-        ):
+        for typed, *labels in json_lines(r'''
+["a,b", "a", "b"]
+[" a , b ", "a", "b"]
+["\"so, so\",good", "so, so", "good"]
+["good, \"so, so\"", "good", "so, so"]
+["\"say \"\"so\"\"\",good", "say \"so\"", "good"]
+["5\" pipe,it's", "5\" pipe", "it's"]
+["\u662f\uff0c\u5bf9,\u5426", "\u662f\uff0c\u5bf9", "\u5426"]'''):
             self.assertEqual(self.asked("--labels", typed).fields, {"answer": {"enum": labels}})
-        for typed, words in (
-            ("a,,b", "blank"),
-            ("a,a", "repeated"),
-            ('a,"a"', "repeated"),
-            ("", "single"),
-            ('"a, b"', "single"),
-            ('"a,b', "a quote is open"),
-            ("\u597d\uff0c\u574f", '\uff0c (U+FF0C) is no plain comma; write --labels "\u597d,\u574f"'),
-            ("a\u3001b\uff0cc", '\u3001 (U+3001) is no plain comma; write --labels "a,b,c"')
-        ):
+        for typed, words in json_lines(r'''
+["a,,b", "blank"]
+["a,a", "repeated"]
+["a,\"a\"", "repeated"]
+["", "single"]
+["\"a, b\"", "single"]
+["\"a,b", "a quote is open"]
+["\u597d\uff0c\u574f", "\uff0c (U+FF0C) is no plain comma; write --labels \"\u597d,\u574f\""]
+["a\u3001b\uff0cc", "\u3001 (U+3001) is no plain comma; write --labels \"a,b,c\""]'''):
             self.assertIn(words, self.refused(*self.ASK, "--labels", typed))
 
     def test_examples_are_judged_at_load_by_the_tasks_own_schema(self):
@@ -940,23 +938,24 @@ null
 
         one = LABELS.fields
         two = {"mood": {"enum": ["up"]}, "n": {"minimum": 0}}
-        self.assertEqual(loaded(one, "good", "bad"), loaded(one, {"answer": "good"}, "bad"))
+        heads = [bh.prompt_head(loaded(one, good, "bad")) for good in ("good", {"answer": "good"})]
+        self.assertEqual(*heads)
         loaded(two, {"n": 1, "mood": "up"}, rubric_version=2)
         loaded({"mood": {}}, "bare", {"mood": "named"})
-        for fields, answer, words in (
-            (one, "fine", 'example 2: "answer" breaks enum: "fine" (bad value)'),
-            (one, {"answer": "fine"}, "breaks enum"),
-            (one, {"mood": "good"}, "breaks enum"),
-            (one, " ", "breaks enum|is blank"),
-            (two, "up", 'example 2: "mood", "n" (missing field)'),
-            (two, {"mood": "up"}, 'example 2: "n" (missing field)'),
-            (two, {"mood": "up", "n": 1, "id": "x"}, 'example 2: "id" (unknown field)'),
-            (two, {"mood": "up", "n": -1}, 'example 2: "n" breaks minimum: -1')
-        ):
-            good = "good" if fields is one else {"mood": "up", "n": 1}
+        for name, answer, words in json_lines(r'''
+["one", "fine", "example-2: \"answer\" breaks enum: \"fine\" (bad value)"]
+["one", {"answer": "fine"}, "breaks enum"]
+["one", {"mood": "good"}, "(unknown field)"]
+["one", " ", "is blank"]
+["two", "up", "example-2: \"mood\", \"n\" (missing field)"]
+["two", {"mood": "up"}, "example-2: \"n\" (missing field)"]
+["two", {"mood": "up", "n": 1, "x": 1}, "example-2: \"x\" (unknown field)"]
+["two", {"mood": "up", "n": 1, "id": "x"}, "task: example-2: expected 2, got 2"]
+["two", {"mood": "up", "n": -1}, "example-2: \"n\" breaks minimum: -1"]'''):
+            fields, good = {"one": (one, "good"), "two": (two, {"mood": "up", "n": 1})}[name]
             with self.assertRaises(bh.HarnessError) as caught:
                 loaded(fields, good, answer)
-            self.assertTrue(any(word in str(caught.exception) for word in words.split("|")), words)
+            self.assertIn(words, str(caught.exception))
         good = {"text": "a", "answer": "good"}
         for wrong in ({}, "x", {"text": "a"}, dict(good, text=" "), dict(good, text=5),
                       dict(good, note="")):
@@ -974,17 +973,17 @@ null
             dict(base, fields={"a": {"minLength": 1, "type": "string"}, "b": {}})
         ).fingerprint
         self.assertEqual(bh.load_task(base).fingerprint, same)
-        others = [
-            dict(base, stage="t"),
-            dict(base, instruction="j"),
-            dict(base, rubric_version=2),
-            dict(base, fields={"a": {"type": "string"}, "b": {}}),
-            dict(base, fields={"b": {}, "a": {"type": "string", "minLength": 1}}),
-            dict(base, fields={"a": {"type": "string", "minLength": 1}, "b": {"title": "B"}}),
-            dict(base, fields={"a": {"type": "string", "minLength": 1}, "b": {"description": "B"}}),
-            dict(base, examples=[{"text": "t", "answer": {"a": "1", "b": 2}}]),
-            dict(base, examples=[{"text": "t", "answer": {"a": "1", "b": 3}}])
-        ]
+        others = [dict(base, **more) for more in json_lines('''
+{"stage": "t"}
+{"instruction": "j"}
+{"rubric_version": 2}
+{"fields": {"a": {"type": "string"}, "b": {}}}
+{"fields": {"b": {}, "a": {"type": "string", "minLength": 1}}}
+{"fields": {"a": {"type": "string", "minLength": 1}, "b": {"title": "B"}}}
+{"fields": {"a": {"type": "string", "minLength": 1}, "b": {"description": "B"}}}
+{"examples": [{"text": "t", "answer": {"a": "1", "b": 2}}]}
+{"examples": [{"text": "t", "answer": {"b": 2, "a": "1"}}]}
+{"examples": [{"text": "t", "answer": {"a": "1", "b": 3}}]}''')]
         prints = [bh.load_task(other).fingerprint for other in others] + [
             bh.load_task(base, "keyed").fingerprint,
             same
@@ -1369,14 +1368,13 @@ true
         self.assertEqual(bh.validate([A, B], one, LABELS).code, "not_a_list")
 
     def test_an_id_of_digits_may_be_an_integer_and_never_a_float(self):
-        for spelled, code in (
-            ("123456789012", "ok"),
-            ("123456789012.0", "missing_id"),
-            ("1.23456789012e11", "missing_id"),
-            ("12345678901", "set_mismatch"),
-            ("-123456789012", "set_mismatch"),
-            ('"0123456789012"', "set_mismatch")
-        ):
+        for spelled, code in json_lines(r'''
+["123456789012", "ok"]
+["123456789012.0", "missing_id"]
+["1.23456789012e11", "missing_id"]
+["12345678901", "set_mismatch"]
+["-123456789012", "set_mismatch"]
+["\"0123456789012\"", "set_mismatch"]'''):
             verdict = bh.validate([DIGITS], '[{"id": %s, "answer": "good"}]' % spelled, LABELS)
             self.assertEqual(verdict.code, code, spelled)
         leading = bh.Item._make(("x", "000412345678", "000412345678" + "0" * 52, None))
@@ -1417,16 +1415,15 @@ true
             self.assertEqual(bh.validate([A, B], reply, LABELS).code, code, reply)
 
     def test_labels_compare_type_as_well(self):
-        for labels, value, code in (
-            ([0, 1, 2], "true", "bad_value"),
-            ([0, 1, 2], "1.0", "bad_value"),
-            ([0, 1, 2], "1", "ok"),
-            ([True, False], "0", "bad_value"),
-            ([True, False], "false", "ok"),
-            ([0.5], "0.50", "ok"),
-            (["accurate", "inaccurate"], '"inaccurate"', "ok"),
-            (["happy"], '"not happy"', "bad_value")
-        ):
+        for labels, value, code in json_lines(r'''
+[[0, 1, 2], "true", "bad_value"]
+[[0, 1, 2], "1.0", "bad_value"]
+[[0, 1, 2], "1", "ok"]
+[[true, false], "0", "bad_value"]
+[[true, false], "false", "ok"]
+[[0.5], "0.50", "ok"]
+[["accurate", "inaccurate"], "\"inaccurate\"", "ok"]
+[["happy"], "\"not happy\"", "bad_value"]'''):
             task = bh.load_task({"fields": {"answer": {"enum": labels}}})
             self.assertEqual(
                 bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, value), task).code,
@@ -1573,25 +1570,8 @@ true
             )
             for _ in range(2000)
         ]
-        pieces = [
-            "[",
-            "]",
-            "{",
-            "}",
-            ",",
-            ":",
-            '"id"',
-            '"answer"',
-            '"good"',
-            '"%s"' % A.id,
-            "1",
-            "null",
-            "```",
-            "</think>",
-            "\n",
-            "\\",
-            "\x00"
-        ]
+        pieces = '[ ] { } , : "id" "answer" "good" "%s" 1 null ``` </think> \\ \0 ' % A.id
+        pieces = [*pieces.split(" "), "\n"]
         for raw in (
             odd
             + noise
