@@ -366,6 +366,7 @@ class Task(NamedTuple):
     rubric_version: Optional[int]
     form: str                           # of the reply: "list", or "keyed": one object keyed by id
     fingerprint: str
+    examples: Optional[List[Any]] = None    # {"text", "answer": all fields}: shown, never asked
 
     @property
     def bare(self) -> bool:
@@ -390,6 +391,7 @@ TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {
     "fields": (
         "an object of name: schema, with one field or more",
         lambda v: isinstance(v, dict) and bool(v)),
+    "examples": ("a list that is not empty", lambda v: isinstance(v, list) and bool(v)),
 }
 
 
@@ -399,25 +401,9 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     >>> load_task({"instruction": "Good?", "fields": {"answer": {"enum": ["yes", "no"]}}}).bare
     True
     """
-    given: Any = path_or_dict
-    name = "task"
-    try:
-        if not isinstance(given, Mapping):
-            name = "the task %s" % given
-            with open(given, "rb") as file:
-                given = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
-        # What does not survive being written as JSON could not be put on a ledger or into a prompt.
-        written = encode(dict(DEFAULT_TASK, **given))
-        members = REPLY_JSON.decode(written)
-    except OSError as error:
-        raise HarnessError("cannot read %s: %s; check --task" % (name, error.strerror))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise HarnessError("%s: not a plain JSON object: %s; fix it" % (name, error))
+    members = _members_in(path_or_dict)
     if form not in ("list", "keyed"):
         raise HarnessError("task: the reply form is %s; it is list or keyed" % shown(form))
-    if SURROGATE.search(written) or "\\u0000" in written.replace("\\\\", "") or too_deep(members):
-        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; "
-                           "fix it" % MAX_DEPTH)
     for name, value in members.items():
         if name not in TASK_MEMBERS:
             raise HarnessError("task: unknown member %s; a task has %s" % (
@@ -426,14 +412,57 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
         if not fits(value):
             raise HarnessError("task: %s is %s; give %s" % (name, shown(value), words))
     members.setdefault("rubric_version", None)
-    _check_fields(members["fields"])
+    fields = members["fields"]
+    _check_fields(fields)
     # A schema's members in another order are the same task; fields in another order are not: the
     # prompt shows them so.
-    schemas = [[name, _sorted_json(schema)] for name, schema in members["fields"].items()]
-    marks = _sorted_json([members["stage"], members["instruction"], schemas,
-                          members["rubric_version"], PROMPT_FORM, form])
-    fingerprint = hashlib.sha256(marks.encode("ascii")).hexdigest()[:12]
-    return Task(form=form, fingerprint=fingerprint, **members)
+    schemas = [[name, _sorted_json(schema)] for name, schema in fields.items()]
+    marks = [members["stage"], members["instruction"], schemas, members["rubric_version"],
+             PROMPT_FORM, form]
+    if members.get("examples"):
+        members["examples"] = [_example(fields, *pair) for pair in enumerate(members["examples"], 1)]
+        marks.append(members["examples"])
+    digest = hashlib.sha256(_sorted_json(marks).encode("ascii")).hexdigest()
+    return Task(form=form, fingerprint=digest[:12], **members)
+
+
+def _members_in(given: Any) -> Dict[str, Any]:
+    """The members of a task, as they are after being written as JSON and read back."""
+    name = "task"
+    try:
+        if not isinstance(given, Mapping):
+            name = "the task %s" % given
+            with open(given, "rb") as file:
+                given = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
+        # What does not survive this could not be put on a ledger or into a prompt.
+        written = encode(dict(DEFAULT_TASK, **given))
+        members: Dict[str, Any] = REPLY_JSON.decode(written)
+    except OSError as error:
+        raise HarnessError("cannot read %s: %s; check --task" % (name, error.strerror))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise HarnessError("%s: not a plain JSON object: %s; fix it" % (name, error))
+    if SURROGATE.search(written) or "\\u0000" in written.replace("\\\\", "") or too_deep(members):
+        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; "
+                           "fix it" % MAX_DEPTH)
+    return members
+
+
+def _example(fields: Mapping[str, Any], number: int, given: Any) -> Dict[str, Any]:
+    """An example as a task holds it; of an only field the bare value may be given."""
+    where = "example %d" % number
+    if (not isinstance(given, dict) or given.keys() != {"text", "answer"}
+            or not WORDS[1](given["text"])):
+        raise HarnessError('task: %s is %s; give {"text": "...", "answer": ...}' % (
+            where, shown(given)))
+    answer = given["answer"]
+    if len(fields) == 1 and (not isinstance(answer, dict) or answer.keys() != fields.keys()):
+        answer = dict.fromkeys(fields, answer)
+    try:
+        check_names(where, dict(_members_of(answer)), set(fields))
+        check_values(where, answer, fields)
+    except NotOk as why:
+        raise HarnessError("task: %s (%s); fix it" % (why.detail, why.code.replace("_", " ")))
+    return {"text": given["text"].strip(), "answer": {field: answer[field] for field in fields}}
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -539,6 +568,7 @@ TYPES: Dict[str, Callable[[Any], bool]] = {
     "object": lambda v: isinstance(v, dict)}
 COUNT = ("an integer from 0", lambda a: TYPES["integer"](a) and a >= 0)
 NUMBER = ("a number", TYPES["number"])
+ABOUT = ("title", "description")        # words for the prompt; no rules
 Rule = Tuple[str, Callable[[Any], bool], Optional[str], Callable[[Any, Any], bool]]
 # keyword -> its argument in words, is it that?, the type it judges, does a value obey?
 RULES: Dict[str, Rule] = {
@@ -558,10 +588,10 @@ RULES: Dict[str, Rule] = {
         r"a regular expression that Python and JSON Schema read alike (no \s, \p or flag), and "
         "that repeats nothing inside a repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
         lambda pattern, v: matcher(pattern).search(v) is not None),
-    "minimum": (*NUMBER, "number", lambda n, v: v >= n),
-    "maximum": (*NUMBER, "number", lambda n, v: v <= n),
-    "exclusiveMinimum": (*NUMBER, "number", lambda n, v: v > n),
-    "exclusiveMaximum": (*NUMBER, "number", lambda n, v: v < n),
+    "minimum": (*NUMBER, "number", operator.le),
+    "maximum": (*NUMBER, "number", operator.ge),
+    "exclusiveMinimum": (*NUMBER, "number", operator.lt),
+    "exclusiveMaximum": (*NUMBER, "number", operator.gt),
     "items": (
         "a schema", lambda a: isinstance(a, (dict, bool)), "array",
         lambda schema, v: all(broken_rule(schema, member) is None for member in v)),
@@ -570,6 +600,7 @@ RULES: Dict[str, Rule] = {
     "uniqueItems": (
         "true or false", TYPES["boolean"], "array",
         lambda on, v: not on or len(set(map(canonical, v))) == len(v)),
+    **dict.fromkeys(ABOUT, ("a text", TYPES["string"], None, lambda a, v: True)),
     "$schema": (
         "https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
         lambda a, v: True),
@@ -647,7 +678,11 @@ def unguard(text: str) -> str:
 
 
 def describe(schema: Any) -> str:
-    """A field's schema in the words of the prompt."""
+    """A field's schema in the words of the prompt: its rule, and what its author says of it."""
+    members = dict(_members_of(schema))
+    about = [" (%s)" % members.pop(word) for word in ABOUT if word in members]
+    if about:
+        return describe(members) + "".join(about)
     labels = labels_of(schema)
     if labels is not None:
         words = "exactly one of " if len(labels) > 1 else "exactly "
@@ -676,9 +711,34 @@ def reply_form(task: Task) -> str:
             "is text to be judged, never an instruction to you.") % (shape % sketch, listed)
 
 
+def shown_examples(task: Task) -> str:
+    """The examples and the reply that is right for them, as in the prompt; or nothing.
+
+    Their ids are never those of items, which are hex digits: a reply that copies one is refused.
+    """
+    examples = {"example-%d" % number: one for number, one in enumerate(task.examples or (), 1)}
+    if not examples:
+        return ""
+    version = {}
+    if task.rubric_version is not None:
+        version["rubric_version"] = task.rubric_version
+    tags = "\n".join(tagged(name, one["text"]) for name, one in examples.items())
+    reply: Any = {name: {**version, **one["answer"]} for name, one in examples.items()}
+    if task.form == "list":
+        reply = [{"id": name, **element} for name, element in reply.items()]
+    # In JSON an escaped < is the same string, and begins no tag.
+    return "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n" % (
+        tags, ITEM_TAG.sub(r"\\u003c\1", encode(reply)))
+
+
 def prompt_head(task: Task) -> str:
     """What stands before the items, the same for every batch, so that a prefix cache serves it."""
-    return "%s\n\n%s\n\n" % (task.instruction.strip(), reply_form(task))
+    return "%s\n\n%s\n\n%s" % (task.instruction.strip(), reply_form(task), shown_examples(task))
+
+
+def tagged(name: str, text: str) -> str:
+    """A text between the tags of an item."""
+    return '<item id="%s">%s</item>' % (name, guard(text))
 
 
 def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str] = None) -> str:
@@ -689,8 +749,7 @@ def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str
     if head is None:
         head = prompt_head(task)
     count = "There is 1 item:" if len(items) == 1 else "There are %d items:" % len(items)
-    tagged = ['<item id="%s">%s</item>' % (item.id, guard(item.text)) for item in items]
-    return "%s%s\n%s" % (head, count, "\n".join(tagged))
+    return "%s%s\n%s" % (head, count, "\n".join(tagged(item.id, item.text) for item in items))
 
 
 # ==================================================================================================
@@ -951,30 +1010,40 @@ def _answer(name: str, element: Dict[str, Any], task: Task) -> Any:
     expected = {"id", *task.fields}
     if task.rubric_version is not None:
         expected.add("rubric_version")
-    unknown = [field for field in element if field not in expected]
-    if unknown:
-        raise NotOk("unknown_field", "%s: %s" % (name, ", ".join(map(shown, unknown[:8]))))
-    absent = sorted(expected - element.keys())
-    if absent:
-        raise NotOk("missing_field", "%s: %s" % (name, ", ".join(map(shown, absent))))
+    check_names(name, element, expected)
     version = element.get("rubric_version")
     if type(version) is not type(task.rubric_version) or version != task.rubric_version:
         raise NotOk("stale_rubric", "%s: rubric_version %s, not %s" % (
             name, shown(version), task.rubric_version))
-    for field, schema in task.fields.items():
+    check_values(name, element, task.fields)
+    if task.bare:
+        return element["answer"]
+    return {field: element[field] for field in task.fields}
+
+
+def check_names(where: str, element: Mapping[str, Any], expected: Set[str]) -> None:
+    """NotOk unless an element has exactly the members that are expected."""
+    unknown = [field for field in element if field not in expected]
+    if unknown:
+        raise NotOk("unknown_field", "%s: %s" % (where, ", ".join(map(shown, unknown[:8]))))
+    absent = sorted(expected - element.keys())
+    if absent:
+        raise NotOk("missing_field", "%s: %s" % (where, ", ".join(map(shown, absent))))
+
+
+def check_values(where: str, element: Mapping[str, Any], fields: Mapping[str, Any]) -> None:
+    """NotOk unless every field of an element obeys its schema."""
+    for field, schema in fields.items():
         value, labels = element[field], labels_of(schema)
         if is_blank(value, schema):
-            raise NotOk("empty_answer", "%s: %s is blank" % (name, shown(field)))
+            raise NotOk("empty_answer", "%s: %s is blank" % (where, shown(field)))
         rule = broken_rule(schema, value)
         # A label is as declared: 1.0 equals 1 in JSON Schema, and is still not the label 1.
         if rule is None and labels and _sorted_json(value) not in map(_sorted_json, labels):
             rule = "enum"
         if rule is not None:
             raise NotOk("bad_value", "%s: %s breaks %s: %s" % (
-                name, shown(field), rule, shown(value)))
-    if task.bare:
-        return element["answer"]
-    return {field: element[field] for field in task.fields}
+                where, shown(field), rule, shown(value)))
 
 
 # ==================================================================================================
@@ -1412,6 +1481,7 @@ class Settings(NamedTuple):
     shard: Tuple[int, int] = (1, 1)
     # ---- task and model ----
     instruction: Optional[str] = None
+    instruction_file: Optional[str] = None
     labels: Optional[str] = None
     stage: Optional[str] = None
     task: Optional[str] = None
@@ -1471,7 +1541,7 @@ class Settings(NamedTuple):
 
 # ==================================================================================================
 # FILES.  The input as a stream of rows.  What is wrong with a row is a value, what is wrong with a
-# whole file a HarnessError.  Only Source opens a file.
+# whole file a HarnessError.  Only Source opens an input.  And what is asked, as it was typed.
 # ==================================================================================================
 
 # Line; an object or a string, or as an exception what is wrong: ValueError with the record,
@@ -1484,6 +1554,47 @@ NUL_MARK = "\udc00"                     # stands for NUL while the csv module re
 HEAD = 1 << 16                          # what an input is recognised by: so many bytes
 ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
+
+
+def read_instruction(options: Settings) -> Optional[str]:
+    """The instruction, if one was given: its words, or what is in its file."""
+    typed = options.instruction or ""
+    path = options.instruction_file
+    if typed.startswith("@@"):
+        return typed[1:]
+    if typed.startswith("@"):
+        path = typed[1:]
+    if path is None:
+        return options.instruction
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read().strip()
+    except (OSError, UnicodeError) as error:
+        raise HarnessError(
+            "cannot read the instruction file %s: %s; name a text file in UTF-8 (an instruction "
+            "that begins with @ is written @@)" % (path, getattr(error, "strerror", error)))
+    if not text:
+        raise HarnessError("the instruction file %s is empty; write the instruction into it" % path)
+    return text
+
+
+def read_labels(typed: str) -> List[str]:
+    """The labels of --labels, which is one row of CSV."""
+    import csv
+    labels: List[str] = []
+    with contextlib.suppress(csv.Error):        # an open quote
+        [cells] = csv.reader([typed], skipinitialspace=True, strict=True)
+        labels = [cell.strip() for cell in cells]
+    wide = re.search("[\uff0c\u3001]", typed)
+    if wide and len(labels) == 1:
+        raise HarnessError("--labels %s is one label: %s (U+%04X) is no plain comma; write --labels "
+                           "%s" % (shown(typed), wide[0], ord(wide[0]),
+                                   shown(re.sub(wide.re, ",", typed))))
+    if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
+        raise HarnessError(
+            "--labels %s is a single label, or one is blank or repeated, or a quote is open; write "
+            "--labels a,b,c with plain commas" % shown(typed))
+    return labels
 
 
 def read_jsonl(lines: Iterable[str]) -> Iterator[Record]:
@@ -2644,6 +2755,7 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
+STATUS_LINE = re.compile(r"HTTP/1\.[01] [1-5]\d\d")
 END_OF_LINE = re.compile(rb"\r?\n")
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
 CERTIFICATE = "the clock here, the name in --base-url, and that SSL_CERT_FILE names who signed it"
@@ -2732,7 +2844,7 @@ def received(inbox: Inbox) -> Iterator[Any]:
     status = "100"
     while status[0] == "1":                             # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
-        if not re.match(r"HTTP/1\.[01] [1-5]\d\d", first):
+        if not STATUS_LINE.match(first):
             raise ValueError("it does not speak HTTP (or https, not http?): " + first)
         status = first[9:12]
     headers = {}
@@ -2818,8 +2930,9 @@ class Client:
         self._idle: Dict[Any, float] = {}               # a connection kept alive -> since when
         self._trust = 0.05                              # seconds; see _kept
         self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> its end
+        self.head = functools.lru_cache(64)(self._head)     # most calls have the same
 
-    def head(self, method: str, path: str, *lines: str) -> bytes:
+    def _head(self, method: str, path: str, *lines: str) -> bytes:
         """The head of a request but for the number that it ends with, the length of the body."""
         if path.startswith("/v1/") and self._path.endswith("/v1"):
             path = path[3:]
@@ -3167,6 +3280,7 @@ def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
 # Tuples, since an endpoint may send what cannot be hashed.
 ENDED_EARLY = tuple(CUT_FINISHES | REFUSED_FINISHES)
 NOT_ANSWERED = tuple(REFUSED_FINISHES | FAILED_FINISHES)
+UNUSABLE = tuple(FAILED_FINISHES)
 
 
 def text_of(content: Any) -> Optional[str]:
@@ -3351,7 +3465,7 @@ class Endpoint(NamedTuple):
             whole = an_object(document)
             reply = self.api.reply(whole)
             inner = whole.get("error") or first_choice(whole).get("error")
-            failed = reply is None or reply.finish in tuple(FAILED_FINISHES)
+            failed = reply is None or reply.finish in UNUSABLE
             if reply is not None and not failed and (reply.text or not inner):
                 return reply                        # some send "error": {"code": 0} too
             if not inner:
@@ -3907,7 +4021,7 @@ class Run:
         code = row["verdict"]
         certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
         sure = sure or self.options.keep_going or (certain and self.proven())
-        if not sure:
+        if "quarantined" in whole and not sure:
             row = compact({**whole, "quarantined": None})
         self.replies += 1
         settled = self._append(row)
@@ -3921,7 +4035,7 @@ class Run:
             self.confirm()
             return whole
         self.quarantined += len(settled)
-        if "quarantined" in whole and not sure:
+        if row is not whole:
             self._held.append(whole)
         if not certain and not sure:
             self._fruitless.append(row)
@@ -5651,7 +5765,8 @@ class Figures:
         self.calls += 1
         self.verdicts[row["verdict"]] += 1
         self.normalised.update(row.get("normalised", ()))
-        self.answered += len(answers_of(row))
+        if accepted:
+            self.answered += len(row["batch"])
         if row.get("reordered"):
             self.reordered += 1
         if row["fallback"]:
@@ -7442,8 +7557,9 @@ input:
     --shard I/N                 ask the I-th of N parts, by the texts' ids
 task and model:
   run trial emit
-    --instruction TEXT          what to say of each text
-    --labels A,B,C              the closed list of answers
+    --instruction TEXT          what to say of each text; @FILE: as the file says
+    --instruction-file FILE     the same: a text file in UTF-8 that holds the instruction
+    --labels A,B,C              the closed list of answers, a CSV row: '"so, so",good'
     --stage NAME                name of this pass (default main)
     --task FILE.json            instruction, fields, rubric version and stage in a file
     --model PROVIDER:NAME       %s
@@ -7527,7 +7643,9 @@ FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}    # oth
 REFUSED = (
     ("template", "text_field", "and --text-field say the same; give one of them"),
     ("table", "query", "and --query say the same; give one of them"),
+    ("instruction", "instruction_file", "and --instruction-file say the same; give one of them"),
     ("task", "instruction", "holds the instruction; leave --instruction out"),
+    ("task", "instruction_file", "holds the instruction; leave --instruction-file out"),
     ("task", "labels", "holds the labels; leave --labels out"),
     ("task", "stage", "holds the stage; leave --stage out"),
     *((name, "batch_api", "means nothing to batch jobs; bound them with --limit")
@@ -7586,16 +7704,10 @@ def chosen_task(options: Settings) -> Task:
         return load_task(options.task, form)
     task: Dict[str, Any] = {}
     if options.labels is not None:
-        labels = [label.strip() for label in options.labels.split(",")]
-        if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
-            raise HarnessError(
-                "--labels %s is a single label, or one is blank or repeated; "
-                "write --labels a,b,c with plain commas" % shown(options.labels))
         task["instruction"] = "Say which of the labels fits each text best."
-        task["fields"] = {"answer": {"enum": labels}}
-    for name in ("instruction", "stage"):
-        if given(options, name):
-            task[name] = getattr(options, name)
+        task["fields"] = {"answer": {"enum": read_labels(options.labels)}}
+    told = {"instruction": read_instruction(options), "stage": options.stage}
+    task.update((name, words) for name, words in told.items() if words is not None)
     return load_task(task, form)
 
 
@@ -7797,7 +7909,7 @@ def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
         say("%s: %s" % (ledger.path, words))
     say(outlook(run, frozen))
     say_baseline(run, say)
-    if options.instruction is None and options.task is None:
+    if not (options.instruction or options.instruction_file or options.task):
         say("no --instruction given; asking: " + run.task.instruction)
     header = functools.partial(run_header, run, frozen)
     if options.command == "emit":
