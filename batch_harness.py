@@ -2515,53 +2515,53 @@ class Provider(NamedTuple):
 
 
 OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
-# anthropic demands a limit; newer models of dashscope think, and bill it, unless told; a 403 of
-# openrouter is its moderation's.
-PROVIDERS = {name: Provider(**row) for name, row in json.loads("""{
-"openai": {
-    "base": "https://api.openai.com/v1", "key": "OPENAI_API_KEY",
-    "base_variable": "OPENAI_BASE_URL", "limit": "max_completion_tokens", "batches": true},
-"anthropic": {
-    "base": "https://api.anthropic.com", "key": "ANTHROPIC_API_KEY",
-    "base_variable": "ANTHROPIC_BASE_URL", "api": "messages", "header": "x-api-key: %s",
-    "defaults": {"max_tokens": 8192},
-    "refused": {
-        "seed": "its API has no such field",
-        "response_format": "its API has no such field",
-        "max_completion_tokens": "its API has no such field"},
-    "versions": {
-        "2026-10-21": {
-            "temperature": "leave it out, or ask under --api-version 2023-06-01",
-            "top_p": "leave it out, or ask under --api-version 2023-06-01",
-            "top_k": "leave it out, or ask under --api-version 2023-06-01"},
-        "2023-06-01": {}},
-    "batches": true},
-"ollama": {
-    "base": "http://127.0.0.1:11434/v1",
-    "refused": {
-        "options": "it is dropped unseen: use a Modelfile",
-        "num_ctx": "it is dropped unseen: use a Modelfile",
-        "think": "it is dropped unseen: use reasoning_effort",
-        "max_completion_tokens": "it is dropped unseen: use max_tokens"}},
-"openrouter": {
-    "base": "https://openrouter.ai/api/v1", "key": "OPENROUTER_API_KEY",
-    "statuses": {"403": "rejected"}},
-"gemini": {
-    "base": "https://generativelanguage.googleapis.com/v1beta/openai", "key": "GEMINI_API_KEY"},
-"deepseek": {
-    "base": "https://api.deepseek.com", "key": "DEEPSEEK_API_KEY", "structured": false},
-"dashscope": {
-    "base": "https://dashscope.aliyuncs.com/compatible-mode/v1", "key": "DASHSCOPE_API_KEY",
-    "defaults": {"enable_thinking": false}, "structured": false, "batches": true},
-"mistral": {
-    "base": "https://api.mistral.ai/v1", "key": "MISTRAL_API_KEY",
-    "refused": {"seed": "write random_seed"}},
-"groq": {
-    "base": "https://api.groq.com/openai/v1", "key": "GROQ_API_KEY", "batches": true},
-"azure": {
-    "base": "", "key": "AZURE_OPENAI_API_KEY", "header": "api-key: %s",
-    "limit": "max_completion_tokens", "batches": true}
-}""").items()}
+PROVIDERS: Dict[str, Provider] = {
+    "openai": Provider(
+        "https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL",
+        limit="max_completion_tokens",
+        batches=True),
+    "anthropic": Provider(
+        "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL",
+        api="messages",
+        header="x-api-key: %s",
+        defaults={"max_tokens": 8192},              # this API demands a limit
+        refused=dict.fromkeys(
+            ("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
+        versions={
+            "2026-10-21": dict.fromkeys(
+                ("temperature", "top_p", "top_k"),
+                "leave it out, or ask under --api-version 2023-06-01"),
+            "2023-06-01": {}},
+        batches=True),
+    "ollama": Provider(
+        "http://127.0.0.1:11434/v1",
+        refused=dict.fromkeys(
+            ("options", "num_ctx", "think", "max_completion_tokens"),
+            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort")),
+    "openrouter": Provider(
+        "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
+        statuses={"403": "rejected"}),              # by its moderation
+    "gemini": Provider(
+        "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
+    "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
+    "dashscope": Provider(
+        "https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
+        defaults={"enable_thinking": False},        # newer models think, and bill it, unless told
+        structured=False,
+        batches=True),
+    "mistral": Provider(
+        "https://api.mistral.ai/v1", "MISTRAL_API_KEY",
+        refused={"seed": "write random_seed"}),
+    "groq": Provider(
+        "https://api.groq.com/openai/v1", "GROQ_API_KEY",
+        statuses={"498": "retry"},                # no capacity now
+        batches=True),
+    "azure": Provider(
+        "", "AZURE_OPENAI_API_KEY",
+        header="api-key: %s",
+        limit="max_completion_tokens",
+        batches=True),
+}
 CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or "
            "py:FILE.py:FUNCTION" % ", ".join(PROVIDERS))
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
