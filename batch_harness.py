@@ -3947,7 +3947,7 @@ UPLOAD = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
           'Content-Disposition: form-data; name="file"; filename="batch_harness-%s.jsonl"\r\n'
           'Content-Type: application/jsonl\r\n\r\n')
 CUSTOM_ID = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z")
-RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
+RESULT = frozenset({"response", "error", "result", "event"})        # a line of results, or a row, has one
 ENDED = frozenset({"completed", "failed", "expired", "cancelled", "ended"})
 
 
@@ -4002,9 +4002,10 @@ def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
     """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status."""
     files = filter(None, map(document.get, engine.places))
     counters = an_object(document.get("request_counts"))
-    faults = an_object(document.get("errors")).get("data") or ()
-    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
-             for fault in faults]
+    faults = an_object(document.get("errors")).get("data")
+    errors = ""
+    if faults:
+        errors = shown(faults, MAX_KEPT)
     return JobStatus(
         name=str(document.get("id")),
         status=str(document.get("processing_status") or document.get("status")).lower(),
@@ -4012,7 +4013,7 @@ def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
         places=[engine.results % in_path(file) for file in files],
         made=moment_of(document.get("created_at")),
         marks=[an_object(document.get("metadata")).get("batch_harness"), document.get("input_file_id")],
-        errors="; ".join(words))
+        errors=errors)
 
 
 def in_path(name: Any) -> str:
@@ -4029,19 +4030,12 @@ def moment_of(stamp: Any) -> datetime.datetime:
 
 
 def numbered(document: Any) -> Tuple[str, int]:
-    """The key of the job and the number of the request in a custom id; "" and 0 where there is none."""
-    found = CUSTOM_ID.match(str(an_object(document).get("custom_id")))
-    if found is None:
+    """Key of the job and number of the request in the custom id of a result; "" and 0 of none."""
+    members = an_object(document)
+    found = CUSTOM_ID.match(str(members.get("custom_id")))
+    if found is None or not members.keys() & RESULT:
         return "", 0
     return found[1], int(found[2])
-
-
-def result_of(line: bytes) -> Tuple[str, int]:
-    """Key and number, as in numbered, of a line of results."""
-    document = an_object(decoded(line))
-    if document.keys() & RESULT:
-        return numbered(document)
-    return "", 0
 
 
 def outcome_of(line: Mapping[str, Any]) -> Tuple[Any, Any, Any]:
@@ -4412,7 +4406,7 @@ class Intake:
 
     def _joined(self, line: bytes, place: int) -> str:
         """Join a line that begins at a byte; what is the matter with it."""
-        key, number = result_of(line)
+        key, number = numbered(decoded(line))
         if key != self._job.key or number > self._job.size:
             return "unknown"
         before = self._places[number]
@@ -4663,20 +4657,22 @@ class Jobs:
         it was.
         """
         post, path = self.post, self.beside(job.key + "-requests")
-        looks = 0
+        looks = LOOKS + 1                       # more than are made: it was never in doubt
+        if doubt:
+            looks = 0
         if post.engine.files and not job.file:
             file = self.persist("no job was made", lambda troubles: post.upload(job.key, path))
             if file is not None:
                 self.step("uploaded", job.intent, file=file)
 
         def attempt(troubles: int) -> JobStatus:
-            nonlocal looks, doubt
-            if doubt and looks < LOOKS:
+            nonlocal looks
+            if looks < LOOKS:
                 found = self._found(job)
                 if found is not None:
                     return found
                 looks += 1
-            if doubt and looks < LOOKS:
+            if looks < LOOKS:
                 raise CallFailed("retry", "looking for a job that may have been made", wait=GRACE)
             if not post.engine.files and not os.path.exists(path):
                 raise CallFailed("stop", "its requests are gone from %s; put that back, or say "
@@ -4686,7 +4682,6 @@ class Jobs:
                 return post.create(job, path)
             except CallFailed as failure:
                 if failure.status not in NOT_MADE and failure.status != 429:
-                    doubt = True
                     looks = 0
                     failure.wait = max(GRACE, failure.wait or 0.0)
                     failure.detail = "it is not known whether a job was made (%s); looking for it" % (
@@ -4700,7 +4695,7 @@ class Jobs:
             self.step("created", job.intent, job=status.name)
             self.say("job %s: %d requests about %d items, %s" % (
                 status.name, job.size, job.items, status.status))
-        elif self.run.code == STOPPED and not doubt:
+        elif self.run.code == STOPPED and looks > LOOKS:
             self.step("abandoned", job.intent, detail=self.run.reason)
 
     def _found(self, job: OpenJob) -> Optional[JobStatus]:
@@ -4754,7 +4749,7 @@ class Jobs:
             self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % (
                 status.errors))
         elif status.errors:
-            self.run.stop("%s was refused whole: %s" % (name, status.errors[:MAX_KEPT]), STOPPED)
+            self.run.stop("%s was refused whole: %s" % (name, status.errors), STOPPED)
 
     def take(self, job: OpenJob, name: str, **members: Any) -> bool:
         """Take in the results of a job that lie beside the ledger; whether it is thereby collected."""
@@ -4786,7 +4781,6 @@ class Jobs:
                 troubles = 0
             else:
                 words = "%s: %s%s" % (what, words, advice)
-            self._goes_on(words)
             if troubles >= most:
                 run.stop(words, STOPPED)
             elif run.options.no_wait and not advice and (not troubles or troubles > TRIES):
@@ -4807,13 +4801,14 @@ class Jobs:
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why."""
         due = time.monotonic() + seconds
-        if not self.say.width and self._goes_on(words):
+        left = seconds
+        if not self.say.width and not self.run.code:
             self.say(words)
-        while self._goes_on(words) and time.monotonic() < due:
-            left = due - time.monotonic()
+        while left > 0 and self._goes_on(words):
             if self.say.width:
                 self.say.live(join_within([clock(left), words], self.say.width - 1))
-            time.sleep(max(0.0, min(0.2, left)))
+            time.sleep(min(0.2, left))
+            left = due - time.monotonic()
 
     # ---- files ----
 
@@ -4924,7 +4919,7 @@ def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -
         for name in options.files:
             tally: Counter[str] = collections.Counter()
             for number, line in enumerate(lines_of(read_parts(name)), 1):
-                key, _ = result_of(line)
+                key, _ = numbered(decoded(line))
                 if key not in jobs and line.strip():
                     note(say, tally, name, "unknown", "line %d, %s" % (number, line_words(line)))
                 if key not in jobs:

@@ -3870,7 +3870,7 @@ class BatchJobs(EndpointCase):
         engine.ends, engine.errors = "failed", {"object": "list", "data": [{"code": "invalid_json_line", "message": "bad line", "line": 2, "param": None}]}
         code, out, err = self.jobs(engine, count=4)
         self.assertEqual((code, len(engine.jobs)), (3, 1))
-        self.assertIn("job batch_0 was refused whole: line 2: invalid_json_line: bad line", out)
+        self.assertIn("job batch_0 was refused whole: [{\"code\": \"invalid_json_line\", ", out)
         self.assertEqual(self.statuses(), {"pending": 4})
 
     def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
