@@ -179,6 +179,23 @@ def certificate():
         file.write(open("key.pem").read() + open("cert.pem").read())
 
 
+def reader_speed(count):
+    """One call through the harness's own reader of HTTP, and one through http.client's."""
+    body = json.dumps({"model": "m", "messages": [{"role": "user", "content": "x" * 300}]}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + KEY}
+    with Server(0) as port:
+        client = bh.Client("http://127.0.0.1:%d/v1" % port, 5.0, ["Authorization: Bearer " + KEY], KEY)
+        head = client.head("POST", "/chat/completions")
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+
+        def bare():
+            connection.request("POST", "/v1/chat/completions", body, headers)
+            connection.getresponse().read()
+        own = least(lambda: [client.exchange(head, body) for _ in range(count)])
+        library = least(lambda: [bare() for _ in range(count)])
+    print("HTTP: a request and its response take %.2f of http.client's CPU time" % (own / library))
+
+
 def waiting_speed():
     with Server(0.2) as port:
         for workers in (64, 256):
@@ -241,6 +258,7 @@ if __name__ == "__main__":
         calls = int(sys.argv[1]) if len(sys.argv) > 1 else 10000
         with tempfile.TemporaryDirectory() as folder:
             os.chdir(folder)
+            reader_speed(calls // 5)
             endpoint_speed(calls)
             waiting_speed()
             flatness(calls)

@@ -62,7 +62,7 @@ def main():
     harness_request("openai:m", server.base, "--max-tokens", "9", "--structured")
     ours = server.requests[-1]
     ours[2]["messages"] = theirs[2]["messages"]         # a keyed task has another prompt
-    check("openai: the harness sends the same body", ours[2] == theirs[2])
+    check("openai: the harness sends the same body, and that no stream is wanted", ours[2] == {**theirs[2], "stream": False})
     check("openai: to the same path, with the same key and kind", ours[0] == theirs[0] and all(
         {n.lower(): v for n, v in ours[1].items()}[name] == {n.lower(): v for n, v in theirs[1].items()}[name] for name in ("authorization", "content-type")))
     for status, body, kind in (
