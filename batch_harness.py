@@ -4345,11 +4345,11 @@ class Pool:
 
 
 # ====================================================================================================
-# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory:
-# what is to be made stands there before it is made, under a key that it keeps; what may have been made
-# is looked for before it is submitted again.  Requests are written as they are made; results are read
-# line by line, joined by custom id alone and judged like any reply; a provider's counters are shown and
-# never believed.
+# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the
+# memory: what is to be made stands there before it is made, under a key that it keeps; what may have been
+# made is looked for before it is submitted again.  Requests are written as they are made; results
+# are read line by line, joined by custom id alone and judged like any reply; a provider's counters
+# are shown and never believed.
 # ====================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
@@ -4361,11 +4361,11 @@ SKEW = datetime.timedelta(days=1)       # by which the clocks here and there may
 TRIES = 3                               # of what fails, and of rounds that bring no reply
 GONE = 6                                # looks in a row that do not find a job
 ABSENT = 404, 410
-MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
+MAX_TROUBLES = 36                       # failures in a row, over two hours or more, that end a run
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
-# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.  A file
-# that was just uploaded may not be seen before.
+# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.
+# A file that was just uploaded may not be seen before.
 NOT_MADE: Dict[Optional[int], Tuple[int, str]] = {
     **dict.fromkeys((400, 401, 402, 403, 404, 413, 422), (TRIES, "")),
     **dict.fromkeys((405, 501), (1, "; there is no batch engine: leave --batch-api out"))}
@@ -4373,7 +4373,7 @@ UPLOAD = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
           'Content-Disposition: form-data; name="file"; filename="batch_harness-%s.jsonl"\r\n'
           'Content-Type: application/jsonl\r\n\r\n')
 CUSTOM_ID = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z")
-RESULT = frozenset({"response", "error", "result", "event"})        # a line of results, or a row, has one
+RESULT = frozenset({"response", "error", "result", "event"})    # a result, or a row, has one
 ENDED = frozenset({"completed", "failed", "expired", "cancelled", "ended"})
 
 
@@ -4428,6 +4428,7 @@ def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
     """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status."""
     files = filter(None, map(document.get, engine.places))
     counters = an_object(document.get("request_counts"))
+    metadata = an_object(document.get("metadata"))
     faults = an_object(document.get("errors")).get("data")
     errors = ""
     if faults:
@@ -4438,7 +4439,7 @@ def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
         counts={word: count for word, count in counters.items() if type(count) is int},
         places=[engine.results % in_path(file) for file in files],
         made=moment_of(document.get("created_at")),
-        marks=[an_object(document.get("metadata")).get("batch_harness"), document.get("input_file_id")],
+        marks=[metadata.get("batch_harness"), document.get("input_file_id")],
         errors=errors)
 
 
@@ -4622,7 +4623,7 @@ def parts_of(path: str, size: int) -> Iterator[bytes]:
 
 
 def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines in the parts of a file, without line feeds.  One beyond all measure comes in pieces."""
+    """The lines in the parts of a file, without line feeds; one beyond all measure in pieces."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -4667,7 +4668,8 @@ def _is_request(request: Any) -> bool:
         ask = ask_of(request)
         names = {name for name in request["batch"] if len(name) >= ID_LENGTH}
         keys = [_source_value(source) for source in request["sources"] if source is not None]
-        sizes = {len(names), len(set(request["text_sha"])), len(request["sources"]), len(request["batch"])}
+        digests = set(request["text_sha"])
+        sizes = {len(names), len(digests), len(request["sources"]), len(request["batch"])}
         return (len(sizes) == 1 and is_row({**LIKE_A_ROW, **request}) and len(ask.batch_id) == 12
                 and not any(isinstance(key, (list, dict)) for key in keys))
     return False
@@ -4766,8 +4768,8 @@ MISSING, DIFFERENT = -2, -1             # in place of where the line for a reque
 class Intake:
     """Takes in a file of results of one job.
 
-    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong is
-    named.
+    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong
+    is named.
     """
 
     def __init__(self, jobs: Jobs, job: OpenJob, name: str, file: IO[bytes]) -> None:
@@ -4943,7 +4945,7 @@ class Jobs:
                 signal.signal(number, handler)
 
     def _tick(self, over: threading.Event) -> None:
-        """In a thread: end calls that are overdue, and those that only look where the run is to end."""
+        """In a thread: end calls that are overdue; those that only look where the run is to end."""
         while not over.wait(0.2):
             now = time.monotonic()
             if not self._makes and (self.run.signals or now >= self.run.deadline):
@@ -5000,7 +5002,7 @@ class Jobs:
     # ---- what is to be asked ----
 
     def _narrow(self, keys: Set[int]) -> None:
-        """Who asks for a part, or again for what is in quarantine, gets that once, not each round."""
+        """Who asks for a part, or for what is in quarantine, gets that once, not each round."""
         options = self.run.options
         if options.limit:
             self._only = keys
@@ -5045,7 +5047,7 @@ class Jobs:
                 yield self._state.jobs[key]
 
     def _written(self, key: str, asks: Iterator[Ask]) -> Dict[str, Any]:
-        """Write what a job can take of some asks, and a manifest of their items; the requests recorded."""
+        """Write what a job can take of some asks, and a manifest; the requests to be recorded."""
         requests: Dict[str, Any] = {}
         with open(self.beside(key + "-requests"), "wb") as lines, \
                 open(self.beside(key + "-manifest"), "wb") as manifest:
@@ -5076,8 +5078,8 @@ class Jobs:
     def _make(self, job: OpenJob, doubt: bool) -> None:
         """Make the job that was intended, under its key.
 
-        In doubt it may have been made, and is looked for first, twice; then it is submitted again, as
-        it was.
+        In doubt it may have been made, and is looked for first, twice; then it is submitted again,
+        as it was.
         """
         post, path = self.post, self.beside(job.key + "-requests")
         looks = LOOKS + 1                       # more than are made: it was never in doubt
@@ -5107,8 +5109,9 @@ class Jobs:
                 if failure.status not in NOT_MADE and failure.status != 429:
                     looks = 0
                     failure.wait = max(GRACE, failure.wait or 0.0)
-                    failure.detail = "it is not known whether a job was made (%s); looking for it" % (
-                        failure.detail)
+                    failure.detail = (
+                        "it is not known whether a job was made (%s)"
+                        "; looking for it" % failure.detail)
                 raise
             finally:
                 self._makes = False
@@ -5169,13 +5172,13 @@ class Jobs:
             return
         self.say("%s, as the provider counts: %s" % (name, status.words()))
         if "token_limit_exceeded" in status.errors:
-            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % (
-                status.errors))
+            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with "
+                       "--limit" % status.errors)
         elif status.errors:
             self.run.stop("%s was refused whole: %s" % (name, status.errors), STOPPED)
 
     def take(self, job: OpenJob, name: str, **members: Any) -> bool:
-        """Take in the results of a job that lie beside the ledger; whether it is thereby collected."""
+        """Take in the results of a job that lie beside the ledger; whether it is collected."""
         with open(self.beside(job.key + "-results"), "rb") as file:
             return Intake(self, job, name, file).take(members)
 
@@ -5260,9 +5263,10 @@ class Jobs:
             raise
         for job in made:
             self.step("created", job.intent, job="file " + path)
-        self.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
-                 "--ledger %s`" % (sum(job.size for job in made), sum(job.items for job in made), path,
-                                   self.run.options.ledger))
+        size = sum(job.size for job in made)
+        items = sum(job.items for job in made)
+        self.say("%d requests about %d items in %s; let an engine answer them, then `collect "
+                 "RESULTS --ledger %s`" % (size, items, path, self.run.options.ledger))
         return len(made)
 
 
@@ -5331,7 +5335,8 @@ def emit_requests(run: Run, header: Callable[[], Mapping[str, Any]], state: JobS
     return closing_words(run, count(ANSWERED), count(QUARANTINED), out)
 
 
-def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -> Tuple[Set[str], int]:
+def sort_results(options: Settings, jobs: Mapping[str, OpenJob],
+                 say: Speaker) -> Tuple[Set[str], int]:
     """Copy the lines of files beside the ledger, to those of their jobs.
 
     The keys of these, and how many lines are of none.
