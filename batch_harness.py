@@ -4346,10 +4346,10 @@ class Pool:
 
 # ====================================================================================================
 # BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the
-# memory: what is to be made stands there before it is made, under a key that it keeps; what may have been
-# made is looked for before it is submitted again.  Requests are written as they are made; results
-# are read line by line, joined by custom id alone and judged like any reply; a provider's counters
-# are shown and never believed.
+# memory: what is to be made stands there before it is made, under a key that it keeps; what may
+# have been made is looked for before it is submitted again.  Requests are written as they are made;
+# results are read line by line, joined by custom id alone and judged like any reply; a provider's
+# counters are shown and never believed.
 # ====================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
@@ -4907,6 +4907,7 @@ def line_words(line: bytes) -> str:
     """How a line begins."""
     return shown(line[:80].decode("utf-8", "replace"))
 
+
 class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
@@ -5109,9 +5110,8 @@ class Jobs:
                 if failure.status not in NOT_MADE and failure.status != 429:
                     looks = 0
                     failure.wait = max(GRACE, failure.wait or 0.0)
-                    failure.detail = (
-                        "it is not known whether a job was made (%s)"
-                        "; looking for it" % failure.detail)
+                    words = "it is not known whether a job was made (%s); looking for it"
+                    failure.detail = words % failure.detail
                 raise
             finally:
                 self._makes = False
@@ -5295,7 +5295,7 @@ def beside(ledger: str, name: str) -> str:
 
 
 def read_parts(path: str) -> Iterator[bytes]:
-    """The parts of a file, or of what a gzipped one holds, without a byte order mark."""
+    """The parts of a file, or of what a gzipped one holds."""
     try:
         with open(path, "rb") as file:
             stream = unzipped(file)
