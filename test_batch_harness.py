@@ -4212,8 +4212,8 @@ class Engine:
     called around each step; where it returns True nobody hears of it.
     """
 
-    STEPS = (("/files", "upload"), ("/cancel", "cancel"), ("/completions", "chat"), ("/content", "fetch"),
-             ("/results", "fetch"), ("POST/batches", "create"), ("/batches", "list"), ("", "look"))
+    STEPS = {"files": "upload", "cancel": "cancel", "completions": "chat", "content": "fetch",
+             "results": "fetch", "batches": "list"}
 
     def __init__(self, answer=None, form="chat", polls=1):
         self.answer = answer or (lambda prompt, name: self.reply(reply_to_prompt(prompt)))
@@ -4266,8 +4266,9 @@ class Engine:
     def take(self, method, path, data, headers):
         """(status, body) of a response; None where the connection is closed."""
         path, _, query = path.partition("?")
-        step = next(word for end, word in self.STEPS if (method + path).endswith(end.replace(
-            "POST/batches", path if method == "POST" and path.endswith("/batches") else "\0")))
+        step = self.STEPS.get(path.rpartition("/")[2], "look")
+        if method == "POST" and step == "list":
+            step = "create"
         self.headers.append((step, headers))
         fault = next(self.faults.get(step, iter(())), None)
         if self.gate(step, False) or fault == "drop":
@@ -4290,8 +4291,9 @@ class Engine:
             [self.files[body["id"]]] = re.findall(rb"jsonl\r\n\r\n(.*?)\r\n--", data, re.S)
         elif step == "create":
             asked = json.loads(data)
-            lines = asked.get("requests") or map(json.loads, self.files[asked["input_file_id"]].splitlines())
-            body = self.document(self.job(list(lines), asked.get("metadata"), asked.get("input_file_id")))
+            file = asked.get("input_file_id")
+            lines = asked.get("requests") or list(map(json.loads, self.files[file].splitlines()))
+            body = self.document(self.job(lines, asked.get("metadata"), file))
         elif step == "list":
             names = sorted(self.jobs, key=lambda name: int(name.split("_")[1]), reverse=True)
             after = re.search("after(?:_id)?=([^&]*)", query)
@@ -4334,12 +4336,13 @@ class Engine:
             counts["succeeded" if ended else "processing"] = count
             made = time.strftime("%Y-%m-%dT%H:%M:%S.123456Z", time.gmtime(job["made"]))
             return {"id": name, "processing_status": "ended" if ended else "in_progress",
-                    "request_counts": counts, "created_at": made, "results_url": "http://evil.example/"}
+                    "request_counts": counts, "created_at": made, "results_url": "http://evil/"}
         ends = {"output_file_id": name.replace("batch_", "out-"), "errors": self.errors,
                 "error_file_id": name.replace("batch_", "err-")}
-        return {"id": name, "status": self.ends if ended else "in_progress", "metadata": job["metadata"],
-                "input_file_id": job["file"], "created_at": int(job["made"]), **(ends if ended else {}),
-                "request_counts": {"total": count, "completed": count, "failed": 0}}
+        return {"id": name, "status": self.ends if ended else "in_progress",
+                "metadata": job["metadata"], "input_file_id": job["file"], "created_at": int(job["made"]),
+                "request_counts": {"total": count, "completed": count, "failed": 0},
+                **(ends if ended else {})}
 
     def results(self, name, kind):
         out, err = [], []
@@ -4350,9 +4353,12 @@ class Engine:
             if came is not None:
                 status = (came.get("response") or {}).get("status_code", 200)
                 (err if came.get("error") or status != 200 else out).append(came)
-        lines = {"out": out[::-1] + self.extra, "err": err, "all": (out + err + self.extra)[::-1]}[kind]
-        return "".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n"
-                       for line in lines).encode()
+        lines = err
+        if kind != "err":
+            lines = out[::-1] + err * (kind == "all") + self.extra
+        texts = (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n"
+                 for line in lines)
+        return "".join(texts).encode()
 
     def prompts(self):
         """Every prompt of every job."""
@@ -4372,7 +4378,6 @@ class BatchJobs(EndpointCase):
              "bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE)
     USUAL = bh.POLL, bh.MAX_POLL
     FORMS = "chat", "messages"
-    ALWAYS = itertools.repeat
 
     def setUp(self):
         super().setUp()
@@ -4636,13 +4641,6 @@ class BatchJobs(EndpointCase):
             engine.handle = handle
             self.ends(engine, 0, 1, "answered 4", count=4)
 
-    def test_a_list_that_cannot_tell_makes_nothing(self):
-        for reply in (b'{"message": "please try again"}', b'{"error": {"message": "x"}}', b'{"data": null}',
-                      b'{"data": {}}', b'{"data": [], "has_more": true}'):
-            engine = self.engine()
-            engine.faults.update(create=iter(["lost"]), list=iter([(200, reply)] * 2))
-            self.ends(engine, 0, 1, "answered 4", count=4)
-
     def test_a_list_in_any_order_and_without_pages_is_read(self):
         for paged in (True, False):
             def page(status, body):
@@ -4653,7 +4651,7 @@ class BatchJobs(EndpointCase):
                 return status, json.dumps(document).encode()
             engine = self.engine()
             engine.others(2 + paged)
-            engine.faults.update(create=iter(["lost" if paged else "drop"]), list=self.ALWAYS(page))
+            engine.faults.update(create=iter(["lost" if paged else "drop"]), list=itertools.repeat(page))
             self.ends(engine, 0, 3 + paged, "answered 4", count=4)
 
     def test_statuses_that_say_that_no_job_was_made(self):
@@ -4664,15 +4662,6 @@ class BatchJobs(EndpointCase):
             self.assertIn(words, out)
             self.assertEqual((code, "list" in engine.log), (3 if words else 0, False))
             self.assertEqual(len(engine.keys()), 1)
-
-    def test_a_creation_that_never_works_ends_the_run(self):
-        self.patched(MAX_TROUBLES=5)
-        for status, tries in ((429, 5), (503, 3)):
-            engine = self.engine()
-            engine.faults["create"] = self.ALWAYS((status, b"{}"))
-            self.assertEqual((self.jobs(engine, count=4)[0], engine.log.count("create")), (3, tries))
-            engine.faults.clear()
-            self.ends(engine, 0, 1, "answered 4")
 
     def test_a_step_that_is_not_on_the_ledger_is_followed_by_none(self):
         engine, real = self.engine(), bh.Ledger.append
@@ -4702,7 +4691,7 @@ class BatchJobs(EndpointCase):
             self.ends(engine, 0, 1, "answered 4")
             self.assertEqual(self.steps().count("intent"), 1)
         engine = self.engine()
-        engine.faults["upload"] = self.ALWAYS("drop")
+        engine.faults["upload"] = itertools.repeat("drop")
         self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
         shutil.rmtree("runs/ledger-jobs")
         engine.faults.clear()
@@ -4757,15 +4746,57 @@ class BatchJobs(EndpointCase):
 
     # ---- patience ----
 
-    def test_a_job_survives_the_network(self):
-        engine = self.engine(polls=4)
-        engine.faults.update({step: iter(["drop"]) for step in ("upload", "look", "fetch", "list")})
-        self.ends(engine, 0, 1, "answered 4", count=4)
+    def test_what_fails_for_a_while_is_tried_again_and_nothing_is_paid_twice(self):
+        def changed(**members):             # a status, also one that holds the key
+            return lambda status, body: (status, json.dumps({**json.loads(body), **members}).encode())
+
+        def cut(status, body):
+            return status, body[:-20]
+
+        def short(status, body):
+            return status, body.split(b"\n")[0]
+        unseen, gone, always = (404, b'{"error": {"message": "not yet"}}'), (404, b"{}"), itertools.repeat
+        counts = {"total": 9, "completed": 9, "failed": 0}
+        lists = (b'{"message": "please try again"}', b'{"error": {"message": "x"}}', b'{"data": null}',
+                 b'{"data": {}}', b'{"data": [], "has_more": true}')
+        for faults in (
+                {"upload": ["drop"], "look": ["drop"], "fetch": ["drop"]},
+                {"look": [unseen, None, unseen], "fetch": [unseen]},
+                *({"create": ["lost"], "list": [(200, reply)] * 2} for reply in lists),
+                {"create": ["lost"], "list": ["drop"]},
+                {"fetch": [cut, None, cut]}, {"fetch": [short, None, short]},
+                {"look": [changed(output_file_id=None)] * 3},
+                {"look": [changed(status=KEY, request_counts={KEY: 3})]},
+                {"look": always(changed(request_counts=counts))},
+                {"fetch": itertools.cycle([None, gone])}):
+            engine = self.engine()
+            engine.faults = {step: iter(entries) for step, entries in faults.items()}
+            self.ends(engine, 0, 1, "answered 8", count=8)
+            self.assertEqual(self.failures(), [])
+
+    def test_what_never_works_ends_the_run_and_is_gone_on_with_later(self):
+        self.patched(MAX_TROUBLES=5)
+        for step, reply, tries, words in (
+                ("create", (429, b"{}"), 5, "no job was made: HTTP 429"),
+                ("create", (503, b"{}"), 3, "it is not known whether a job was made"),
+                ("fetch", (404, b"{}"), 5, "cannot be asked after: HTTP 404"),
+                ("fetch", (200, b""), 5, "its results are fewer than it counts"),
+                *(("look", (200, reply), 5, "cannot be asked after: a reply without id")
+                  for reply in (b'{"error": {"message": "no such batch"}}', b"{}", b"[1]", b"<html>"))):
+            engine = self.engine()
+            engine.faults[step] = itertools.repeat(reply)
+            code, out, err = self.jobs(engine, count=4)
+            self.assertEqual((code, self.statuses()), (3, "pending 4"))
+            self.assertIn(words, out + err)
+            self.assertGreaterEqual(engine.log.count(step), tries)
+            self.assertNotIn("collected", self.steps())
+            engine.faults.clear()
+            self.ends(engine, 0, 1, "answered 4")
 
     def test_bad_keys_and_what_means_nothing_are_said(self):
         engine = self.engine()
         reply = json.dumps({"error": {"message": "bad key " + KEY}}).encode()
-        engine.faults["upload"] = self.ALWAYS((401, reply))
+        engine.faults["upload"] = itertools.repeat((401, reply))
         said = self.ends(engine, 3, 0, "pending 2", count=2)
         self.assertEqual(engine.log, ["upload"])
         self.assertIn("no job was made: HTTP 401: bad key ***", said)
@@ -4775,23 +4806,10 @@ class BatchJobs(EndpointCase):
             code, out, err = self.main("--input", "items.jsonl", "--model", *words.split())
             self.assertEqual((code, out), (2, ""), words)
 
-    def test_a_job_that_cannot_be_seen_is_looked_at_again_but_not_for_ever(self):
-        engine = self.engine()
-        unseen = 404, b'{"error": {"message": "not visible yet"}}'
-        engine.faults.update(look=iter([unseen, None, unseen]), fetch=iter([unseen]))
-        self.ends(engine, 0, 1, "answered 4", count=4)
-        self.patched(MAX_TROUBLES=3)
-        for reply in (b'{"error": {"message": "no such batch"}}', b"{}", b"[1]", b"<html>"):
-            engine = self.engine()
-            engine.faults["look"] = self.ALWAYS((200, reply))
-            self.assertIn("cannot be asked after: ", self.ends(engine, 3, 1, "pending 4", count=4))
-            engine.faults.clear()
-            self.ends(engine, 0, 1, "answered 4")
-
     def test_what_is_gone_for_good_is_to_be_abandoned(self):
         for gone in ("look", "fetch"):
             engine = self.engine()
-            engine.faults[gone] = self.ALWAYS((404, b"{}"))
+            engine.faults[gone] = itertools.repeat((404, b"{}"))
             for more in ([], ["--no-wait"]):
                 said = self.ends(engine, 3, 1, "pending 4", *more, count=4)
                 self.assertRegex(said, "gone for good, say --abandon batch_0\n")
@@ -4900,35 +4918,6 @@ class BatchJobs(EndpointCase):
         answers = {answer for row in self.rows(LEDGER) for answer in row["answers"].values()}
         self.assertEqual(answers, {text})
 
-    def test_results_that_are_cut_or_late_are_fetched_again(self):
-        def late(status, body):
-            return status, json.dumps({**json.loads(body), "output_file_id": None}).encode()
-        for step, fault in (("fetch", lambda status, body: (status, body[:-20])), ("look", late),
-                            ("fetch", lambda status, body: (status, body.split(b"\n")[0]))):
-            engine = self.engine()
-            engine.faults[step] = iter([fault, None, fault])
-            self.ends(engine, 0, 1, "answered 8", count=8)
-            self.assertEqual(self.failures(), [])
-
-    def test_counters_and_files_that_never_come_right_hold_nothing_up(self):
-        def more(status, body):
-            counts = {"total": 9, "completed": 9, "failed": 0}
-            return status, json.dumps({**json.loads(body), "request_counts": counts}).encode()
-        for step, faults in (("look", self.ALWAYS(more)), ("fetch", itertools.cycle([None, (404, b"{}")]))):
-            engine = self.engine()
-            engine.faults[step] = faults
-            self.ends(engine, 0, 1, "answered 4", "--no-wait", count=4)
-
-    def test_results_of_which_nothing_can_be_had_are_not_paid_again(self):
-        self.patched(MAX_TROUBLES=2)
-        for reply in ((404, b"{}"), (200, b"")):
-            engine = self.engine()
-            engine.faults["fetch"] = self.ALWAYS(reply)
-            self.ends(engine, 3, 1, "pending 4", count=4)
-            self.assertNotIn("collected", self.steps())
-            engine.faults.clear()
-            self.ends(engine, 0, 1, "answered 4")
-
     def test_a_job_that_was_refused_whole_stops_the_run_and_says_why(self):
         engine = self.engine(lambda prompt, name: None)
         engine.ends = "failed"
@@ -4936,13 +4925,6 @@ class BatchJobs(EndpointCase):
         said = self.ends(engine, 3, 1, "pending 4", count=4)
         self.assertIn('job batch_0 was refused whole: [{"code": "invalid_json_line", "message": "bad line '
                       '***"', said)
-
-    def test_no_word_of_a_provider_holds_the_key(self):
-        engine = self.engine()
-        odd = {"status": KEY, "request_counts": {KEY: 3}}
-        engine.faults["look"] = iter([lambda status, body: (
-            status, json.dumps({**json.loads(body), **odd}).encode())])
-        self.ends(engine, 0, 1, "answered 4", count=4)      # looks into all that is written and said
 
     def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
         engine = self.engine(lambda prompt, name: None)
