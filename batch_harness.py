@@ -4423,11 +4423,11 @@ class Pool:
 
 
 # ====================================================================================================
-# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory:
-# what is to be made stands there before it is made, under a key that it keeps; what may have been made
-# is looked for before it is submitted again.  Requests are written as they are made; results are read
-# line by line, joined by custom id alone and judged like any reply; a provider's counters are shown and
-# never believed.
+# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the
+# memory: what is to be made stands there before it is made, under a key that it keeps; what may
+# have been made is looked for before it is submitted again.  Requests are written as they are made;
+# results are read line by line, joined by custom id alone and judged like any reply; a provider's
+# counters are shown and never believed.
 # ====================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
@@ -4439,11 +4439,11 @@ SKEW = datetime.timedelta(days=1)       # by which the clocks here and there may
 TRIES = 3                               # of what fails, and of rounds that bring no reply
 GONE = 6                                # looks in a row that do not find a job
 ABSENT = 404, 410
-MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
+MAX_TROUBLES = 36                       # failures in a row, over two hours or more, that end a run
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
-# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.  A file
-# that was just uploaded may not be seen before.
+# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.
+# A file that was just uploaded may not be seen before.
 NOT_MADE: Dict[Optional[int], Tuple[int, str]] = {
     **dict.fromkeys((400, 401, 402, 403, 404, 413, 422), (TRIES, "")),
     **dict.fromkeys((405, 501), (1, "; there is no batch engine: leave --batch-api out"))}
@@ -4451,7 +4451,7 @@ UPLOAD = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
           'Content-Disposition: form-data; name="file"; filename="batch_harness-%s.jsonl"\r\n'
           'Content-Type: application/jsonl\r\n\r\n')
 CUSTOM_ID = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z")
-RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
+RESULT = frozenset({"response", "error", "result", "event"})    # a result, or a row, has one
 ENDED = frozenset({"completed", "failed", "expired", "cancelled", "ended"})
 
 
@@ -4506,17 +4506,19 @@ def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
     """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status."""
     files = filter(None, map(document.get, engine.places))
     counters = an_object(document.get("request_counts"))
-    faults = an_object(document.get("errors")).get("data") or ()
-    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
-             for fault in faults]
+    metadata = an_object(document.get("metadata"))
+    faults = an_object(document.get("errors")).get("data")
+    errors = ""
+    if faults:
+        errors = shown(faults, MAX_KEPT)
     return JobStatus(
         name=str(document.get("id")),
         status=str(document.get("processing_status") or document.get("status")).lower(),
         counts={word: count for word, count in counters.items() if type(count) is int},
         places=[engine.results % in_path(file) for file in files],
         made=moment_of(document.get("created_at")),
-        marks=[an_object(document.get("metadata")).get("batch_harness"), document.get("input_file_id")],
-        errors="; ".join(words))
+        marks=[metadata.get("batch_harness"), document.get("input_file_id")],
+        errors=errors)
 
 
 def in_path(name: Any) -> str:
@@ -4533,19 +4535,12 @@ def moment_of(stamp: Any) -> datetime.datetime:
 
 
 def numbered(document: Any) -> Tuple[str, int]:
-    """The key of the job and the number of the request in a custom id; "" and 0 where there is none."""
-    found = CUSTOM_ID.match(str(an_object(document).get("custom_id")))
-    if found is None:
+    """Key of the job and number of the request in the custom id of a result; "" and 0 of none."""
+    members = an_object(document)
+    found = CUSTOM_ID.match(str(members.get("custom_id")))
+    if found is None or not members.keys() & RESULT:
         return "", 0
     return found[1], int(found[2])
-
-
-def result_of(line: bytes) -> Tuple[str, int]:
-    """Key and number, as in numbered, of a line of results."""
-    document = an_object(decoded(line))
-    if document.keys() & RESULT:
-        return numbered(document)
-    return "", 0
 
 
 def outcome_of(line: Mapping[str, Any]) -> Tuple[Any, Any, Any]:
@@ -4706,7 +4701,7 @@ def parts_of(path: str, size: int) -> Iterator[bytes]:
 
 
 def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines in the parts of a file, without line feeds.  One beyond all measure comes in pieces."""
+    """The lines in the parts of a file, without line feeds; one beyond all measure in pieces."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -4751,7 +4746,8 @@ def _is_request(request: Any) -> bool:
         ask = ask_of(request)
         names = {name for name in request["batch"] if len(name) >= ID_LENGTH}
         keys = [_source_value(source) for source in request["sources"] if source is not None]
-        sizes = {len(names), len(set(request["text_sha"])), len(request["sources"]), len(request["batch"])}
+        digests = set(request["text_sha"])
+        sizes = {len(names), len(digests), len(request["sources"]), len(request["batch"])}
         return (len(sizes) == 1 and is_row({**LIKE_A_ROW, **request}) and len(ask.batch_id) == 12
                 and not any(isinstance(key, (list, dict)) for key in keys))
     return False
@@ -4850,8 +4846,8 @@ MISSING, DIFFERENT = -2, -1             # in place of where the line for a reque
 class Intake:
     """Takes in a file of results of one job.
 
-    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong is
-    named.
+    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong
+    is named.
     """
 
     def __init__(self, jobs: Jobs, job: OpenJob, name: str, file: IO[bytes]) -> None:
@@ -4913,7 +4909,7 @@ class Intake:
 
     def _joined(self, line: bytes, place: int) -> str:
         """Join a line that begins at a byte; what is the matter with it."""
-        key, number = result_of(line)
+        key, number = numbered(decoded(line))
         if key != self._job.key or number > self._job.size:
             return "unknown"
         before = self._places[number]
@@ -4989,6 +4985,7 @@ def line_words(line: bytes) -> str:
     """How a line begins."""
     return shown(line[:80].decode("utf-8", "replace"))
 
+
 class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
@@ -5027,7 +5024,7 @@ class Jobs:
                 signal.signal(number, handler)
 
     def _tick(self, over: threading.Event) -> None:
-        """In a thread: end calls that are overdue, and those that only look where the run is to end."""
+        """In a thread: end calls that are overdue; those that only look where the run is to end."""
         while not over.wait(0.2):
             now = time.monotonic()
             if not self._makes and (self.run.signals or now >= self.run.deadline):
@@ -5084,7 +5081,7 @@ class Jobs:
     # ---- what is to be asked ----
 
     def _narrow(self, keys: Set[int]) -> None:
-        """Who asks for a part, or again for what is in quarantine, gets that once, not each round."""
+        """Who asks for a part, or for what is in quarantine, gets that once, not each round."""
         options = self.run.options
         if options.limit:
             self._only = keys
@@ -5129,7 +5126,7 @@ class Jobs:
                 yield self._state.jobs[key]
 
     def _written(self, key: str, asks: Iterator[Ask]) -> Dict[str, Any]:
-        """Write what a job can take of some asks, and a manifest of their items; the requests recorded."""
+        """Write what a job can take of some asks, and a manifest; the requests to be recorded."""
         requests: Dict[str, Any] = {}
         with open(self.beside(key + "-requests"), "wb") as lines, \
                 open(self.beside(key + "-manifest"), "wb") as manifest:
@@ -5160,24 +5157,26 @@ class Jobs:
     def _make(self, job: OpenJob, doubt: bool) -> None:
         """Make the job that was intended, under its key.
 
-        In doubt it may have been made, and is looked for first, twice; then it is submitted again, as
-        it was.
+        In doubt it may have been made, and is looked for first, twice; then it is submitted again,
+        as it was.
         """
         post, path = self.post, self.beside(job.key + "-requests")
-        looks = 0
+        looks = LOOKS + 1                       # more than are made: it was never in doubt
+        if doubt:
+            looks = 0
         if post.engine.files and not job.file:
             file = self.persist("no job was made", lambda troubles: post.upload(job.key, path))
             if file is not None:
                 self.step("uploaded", job.intent, file=file)
 
         def attempt(troubles: int) -> JobStatus:
-            nonlocal looks, doubt
-            if doubt and looks < LOOKS:
+            nonlocal looks
+            if looks < LOOKS:
                 found = self._found(job)
                 if found is not None:
                     return found
                 looks += 1
-            if doubt and looks < LOOKS:
+            if looks < LOOKS:
                 raise CallFailed("retry", "looking for a job that may have been made", wait=GRACE)
             if not post.engine.files and not os.path.exists(path):
                 raise CallFailed("stop", "its requests are gone from %s; put that back, or say "
@@ -5187,11 +5186,10 @@ class Jobs:
                 return post.create(job, path)
             except CallFailed as failure:
                 if failure.status not in NOT_MADE and failure.status != 429:
-                    doubt = True
                     looks = 0
                     failure.wait = max(GRACE, failure.wait or 0.0)
-                    failure.detail = "it is not known whether a job was made (%s); looking for it" % (
-                        failure.detail)
+                    words = "it is not known whether a job was made (%s); looking for it"
+                    failure.detail = words % failure.detail
                 raise
             finally:
                 self._makes = False
@@ -5201,7 +5199,7 @@ class Jobs:
             self.step("created", job.intent, job=status.name)
             self.say("job %s: %d requests about %d items, %s" % (
                 status.name, job.size, job.items, status.status))
-        elif self.run.code == STOPPED and not doubt:
+        elif self.run.code == STOPPED and looks > LOOKS:
             self.step("abandoned", job.intent, detail=self.run.reason)
 
     def _found(self, job: OpenJob) -> Optional[JobStatus]:
@@ -5252,13 +5250,13 @@ class Jobs:
             return
         self.say("%s, as the provider counts: %s" % (name, status.words()))
         if "token_limit_exceeded" in status.errors:
-            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % (
-                status.errors))
+            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with "
+                       "--limit" % status.errors)
         elif status.errors:
-            self.run.stop("%s was refused whole: %s" % (name, status.errors[:MAX_KEPT]), STOPPED)
+            self.run.stop("%s was refused whole: %s" % (name, status.errors), STOPPED)
 
     def take(self, job: OpenJob, name: str, **members: Any) -> bool:
-        """Take in the results of a job that lie beside the ledger; whether it is thereby collected."""
+        """Take in the results of a job that lie beside the ledger; whether it is collected."""
         with open(self.beside(job.key + "-results"), "rb") as file:
             return Intake(self, job, name, file).take(members)
 
@@ -5287,7 +5285,6 @@ class Jobs:
                 troubles = 0
             else:
                 words = "%s: %s%s" % (what, words, advice)
-            self._goes_on(words)
             if troubles >= most:
                 run.stop(words, STOPPED)
             elif run.options.no_wait and not advice and (not troubles or troubles > TRIES):
@@ -5308,13 +5305,14 @@ class Jobs:
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why."""
         due = time.monotonic() + seconds
-        if not self.say.width and self._goes_on(words):
+        left = seconds
+        if not self.say.width and not self.run.code:
             self.say(words)
-        while self._goes_on(words) and time.monotonic() < due:
-            left = due - time.monotonic()
+        while left > 0 and self._goes_on(words):
             if self.say.width:
                 self.say.live(join_within([clock(left), words], self.say.width - 1))
-            time.sleep(max(0.0, min(0.2, left)))
+            time.sleep(min(0.2, left))
+            left = due - time.monotonic()
 
     # ---- files ----
 
@@ -5343,9 +5341,10 @@ class Jobs:
             raise
         for job in made:
             self.step("created", job.intent, job="file " + path)
-        self.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
-                 "--ledger %s`" % (sum(job.size for job in made), sum(job.items for job in made), path,
-                                   self.run.options.ledger))
+        size = sum(job.size for job in made)
+        items = sum(job.items for job in made)
+        self.say("%d requests about %d items in %s; let an engine answer them, then `collect "
+                 "RESULTS --ledger %s`" % (size, items, path, self.run.options.ledger))
         return len(made)
 
 
@@ -5374,7 +5373,7 @@ def beside(ledger: str, name: str) -> str:
 
 
 def read_parts(path: str) -> Iterator[bytes]:
-    """The parts of a file, or of what a gzipped one holds, without a byte order mark."""
+    """The parts of a file, or of what a gzipped one holds."""
     try:
         with open(path, "rb") as file:
             stream = unzipped(file)
@@ -5414,7 +5413,8 @@ def emit_requests(run: Run, header: Callable[[], Mapping[str, Any]], state: JobS
     return closing_words(run, count(ANSWERED), count(QUARANTINED), out)
 
 
-def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -> Tuple[Set[str], int]:
+def sort_results(options: Settings, jobs: Mapping[str, OpenJob],
+                 say: Speaker) -> Tuple[Set[str], int]:
     """Copy the lines of files beside the ledger, to those of their jobs.
 
     The keys of these, and how many lines are of none.
@@ -5425,7 +5425,7 @@ def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -
         for name in options.files:
             tally: Counter[str] = collections.Counter()
             for number, line in enumerate(lines_of(read_parts(name)), 1):
-                key, _ = result_of(line)
+                key, _ = numbered(decoded(line))
                 if key not in jobs and line.strip():
                     note(say, tally, name, "unknown", "line %d, %s" % (number, line_words(line)))
                 if key not in jobs:
