@@ -1252,6 +1252,8 @@ def is_row(row: Any) -> bool:
         return False
     if not all(type(size) is int and size > 0 for size in row.get("arms", ())):
         return False
+    if not all(type(price) is float for price in row.get("price", ())):
+        return False
     if event == "job":
         return _is_job(row)
     return event not in ("attempt", "quarantine") or _agrees(row)
@@ -2327,8 +2329,8 @@ def money(amount: float) -> str:
 
 def cost_of(price: Sequence[float], tokens_in: float, tokens_out: float) -> float:
     """What tokens cost; `price` is that of a million of them, in and out."""
-    pairs = zip(price, (tokens_in, tokens_out))
-    return sum(one * count for one, count in pairs if isinstance(one, float)) / 1e6
+    cost: float = sum(map(operator.mul, price, (tokens_in, tokens_out)))
+    return cost / 1e6
 
 
 def join_within(parts: Iterable[str], width: float = math.inf) -> str:
@@ -2476,7 +2478,7 @@ class Speaker:
 
 Object = Mapping[str, Any]              # of JSON
 Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
-Kinds = Mapping[str, str]               # HTTP statuses with a meaning of their own -> the kind
+Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> the kind
 
 
 class Model(NamedTuple):
@@ -2490,6 +2492,7 @@ class Model(NamedTuple):
     structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
+    roomier: str = ""                   # how to make room for a longer prompt
     tick: Callable[[float], None] = lambda now: None
     #                                   called a few times a second: ends calls that are overdue
     jobs: Optional[Post] = None         # its batch engine
@@ -2511,6 +2514,7 @@ class Provider(NamedTuple):
     statuses: Kinds = {}
     structured: bool = True                     # whether it takes a schema for its output
     batches: bool = False                       # whether it has a batch engine of its API's form
+    roomier: str = ""                           # how to make room for a longer prompt
 
 
 OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
@@ -2536,10 +2540,11 @@ PROVIDERS: Dict[str, Provider] = {
         "http://127.0.0.1:11434/v1",
         refused=dict.fromkeys(
             ("options", "num_ctx", "think", "max_completion_tokens"),
-            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort")),
+            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
+        roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
     "openrouter": Provider(
         "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
-        statuses={"403": "rejected"}),              # by its moderation
+        statuses={403: "rejected"}),                # by its moderation
     "gemini": Provider(
         "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
     "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
@@ -2553,7 +2558,7 @@ PROVIDERS: Dict[str, Provider] = {
         refused={"seed": "write random_seed"}),
     "groq": Provider(
         "https://api.groq.com/openai/v1", "GROQ_API_KEY",
-        statuses={"498": "retry"},                # no capacity now
+        statuses={498: "retry"},                    # no capacity now
         batches=True),
     "azure": Provider(
         "", "AZURE_OPENAI_API_KEY",
@@ -2589,8 +2594,8 @@ def open_model(options: Settings, task: Task) -> Model:
         raise HarnessError("%s means nothing to a model of %s:; leave it out" % (
             ", ".join(given), kind))
     if kind == "demo":
-        return Model(asked, "this process (demo answers, no model)", demo_model(task, name),
-                     dict(options.param))
+        call = Demo(task, name)
+        return Model(asked, "this process (demo answers, no model)", call, dict(options.param))
     if kind == "cmd":
         return Model(asked, "this machine", command_model(name, options.timeout))
     return Model(asked, "this machine", function_model(name), workers=1)
@@ -2634,17 +2639,17 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     headers = [form % value for form, value in entries if value]
     client = Client(url, options.timeout, headers, key)
     endpoint = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-    model = Model(options.model, client.host, endpoint.ask, params, api_version=version,
-                  tick=client.end_overdue)
+    workers, host, structure, jobs = 4, client.host, None, None
     if client.loopback:
-        model = model._replace(workers=1)
+        workers = 1
     if emitted:
-        model = model._replace(host="the file " + options.file)
+        host = "the file " + options.file
     if task.form == "keyed":
-        model = model._replace(structure=lambda ids: api.structure(reply_schema(task, ids)))
+        structure = functools.partial(asked_structure, api, task)
     if emitted or provider.batches:
-        model = model._replace(jobs=Post(client, endpoint, ENGINES[provider.api]))
-    return model
+        jobs = Post(client, endpoint, ENGINES[provider.api])
+    return Model(options.model, host, endpoint.ask, params, workers, structure, version,
+                 provider.roomier, client.end_overdue, jobs)
 
 
 def base_url_of(options: Settings, word: str, provider: Provider) -> str:
@@ -2678,14 +2683,14 @@ def check_parameters(options: Settings, word: str, provider: Provider,
             raise HarnessError("%s does not take %s; %s" % (word, name, refused[name]))
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
-    twice = set()
-    if options.max_tokens:
-        twice = params & {"max_tokens", "max_completion_tokens"}
-    if options.structured:
-        twice |= asked & APIS[provider.api].structure({}).keys()
-    for name in twice:
-        raise HarnessError("--param %s and an option of its own say the same; give one of them"
-                           % name)
+    limits = {"max_tokens", "max_completion_tokens"}
+    structure = APIS[provider.api].structure({}).keys()
+    for option, given, twice in (
+            ("--max-tokens", options.max_tokens, params & limits),
+            ("--structured", options.structured, asked & structure)):
+        if given and twice:
+            raise HarnessError("%s and --param %s say the same; give one of them" % (
+                option, min(twice)))
 
 
 def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
@@ -2711,9 +2716,13 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
 STATUS_LINE = re.compile(r"HTTP/1\.[01] [1-5]\d\d")
+CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
+    **dict.fromkeys(
+        (9, 10), "check this machine's clock, or have the server's certificate renewed"),
+    **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
 END_OF_LINE = re.compile(rb"\r?\n")
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
-CERTIFICATE = "the clock here, the name in --base-url, and that SSL_CERT_FILE names who signed it"
+UNSIGNED = "set SSL_CERT_FILE to that of who signed it"
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
 MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
@@ -2784,13 +2793,20 @@ class Inbox:
 
 
 def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """A compressed body, part by part."""
+    """A compressed body of any number of members, part by part."""
     if zlib is None:
         raise OverflowError("a compressed reply, and this Python has no module zlib")
     inflater = zlib.decompressobj(47)
-    for part in parts:
-        yield inflater.decompress(part, MAX_REPLY + 1)
-    if not inflater.eof:
+    broken = False
+    for piece in parts:
+        rest = piece
+        while rest:
+            if inflater.eof:
+                inflater = zlib.decompressobj(47)
+            yield inflater.decompress(rest, MAX_REPLY + 1)
+            rest = inflater.unused_data
+            broken = not inflater.eof
+    if broken:
         raise EOFError("the compressed reply broke off")
 
 
@@ -3014,8 +3030,9 @@ class Client:
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            return CallFailed("stop", "the certificate of %s is not accepted: %s; check %s" % (
-                where, error.verify_message, CERTIFICATE))
+            remedy = CERTIFICATES.get(error.verify_code, UNSIGNED)
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
+                where, error.verify_message, remedy))
         if name == "OverflowError":
             detail = "%s sent %s; check --base-url" % (where, words)
             return CallFailed("stop", detail, billed=True)
@@ -3127,7 +3144,7 @@ def tls_context() -> Any:
 
 FIX_REQUEST = "fix the request (--param, --retry-param)"
 ERRORS = (          # kind of failure, what to do, the HTTP statuses and error codes that mean it
-    ("retry", "", "408 409 425 429 498"),
+    ("retry", "", "408 409 425 429"),
     ("rejected", "",
      "400 413 422 context_length_exceeded exceed_context_size_error content_filter"),
     ("stop", "no money or quota is left: fix that first",
@@ -3208,17 +3225,16 @@ def error_in(document: Any, text: str) -> ApiError:
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
-             statuses: Mapping[str, str] = {}) -> CallFailed:
+             statuses: Mapping[int, str] = {}) -> CallFailed:
     """What an HTTP status that is no success means: by status and code, never by the message.
 
     `sent` names the members of the request: an error that blames one, except the messages, would
     meet every call.
     """
-    word = str(status)
-    kind, hint = MEANINGS.get(word, ("stop", FIX_REQUEST))
-    if status >= 500 and word not in MEANINGS or status == 402 and wait:
+    kind, hint = MEANINGS.get(str(status), ("stop", FIX_REQUEST))
+    if status >= 500 and str(status) not in MEANINGS or status == 402 and wait:
         kind = "retry"
-    kind = statuses.get(word, kind)
+    kind = statuses.get(status, kind)
     told = [code for code in error.codes if code in MEANINGS and not code.isdigit()]
     if told:
         kind, hint = MEANINGS[told[0]]
@@ -3229,7 +3245,7 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
         detail += "; " + hint
     billed = status >= 500 and kind == "retry"
     failure = CallFailed(kind, detail, status=status, wait=wait, billed=billed)
-    failure.certain = bool(told) or status == 413 or word in statuses
+    failure.certain = bool(told) or status == 413 or status in statuses
     return failure
 
 
@@ -3334,6 +3350,11 @@ APIS: Dict[str, Api] = {
         lambda schema: {"output_config": {
             "format": {"type": "json_schema", "schema": schema}}}),
 }
+
+
+def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Dict[str, Any]:
+    """What asks for an object keyed by these ids."""
+    return api.structure(reply_schema(task, ids))
 
 
 def reply_schema(task: Task, ids: Sequence[str]) -> Object:
@@ -3577,37 +3598,41 @@ def function_model(place: str) -> Call:
 Element = Dict[str, Any]
 
 
-def demo_model(task: Task, settings: str) -> Call:
+class Demo:
     """Offline answers, and at given rates the faults of real models.
 
-    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.  The same prompt asked again may meet other faults.
+    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.
     """
-    import random
-    seen: Counter[str] = collections.Counter()          # how often each prompt was asked
-    rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
-    for part in filter(None, settings.split(",")):
-        name, _, value = part.partition("=")
-        if name not in rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
-            raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
-                shown(part), ", ".join(rates)))
-        rates[name] = float(value)
-    for field, schema in task.fields.items():
-        if broken_rule(schema, demo_value(schema, 1)) is not None:
-            raise HarnessError("the demo model has no value for field %s; use labels"
-                               % shown(field))
 
-    def call(prompt: str, extra: Object) -> Reply:
-        seen[prompt] += 1
-        dice = random.Random("%s %d %s" % (rates["seed"], seen[prompt], prompt))
-        time.sleep(rates["delay"])
+    def __init__(self, task: Task, settings: str) -> None:
+        self._task = task
+        self._seen: Counter[str] = collections.Counter()            # how often each was asked
+        self._rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
+        for part in filter(None, settings.split(",")):
+            name, _, value = part.partition("=")
+            if name not in self._rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
+                raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
+                    shown(part), ", ".join(self._rates)))
+            self._rates[name] = float(value)
+        for field, schema in task.fields.items():
+            if broken_rule(schema, demo_value(schema, 1)) is not None:
+                raise HarnessError("the demo model has no value for field %s; use labels"
+                                   % shown(field))
+
+    def __call__(self, prompt: str, extra: Object) -> Reply:
+        """The reply to one prompt; the same prompt asked again may meet other faults."""
+        import random
+        self._seen[prompt] += 1
+        dice = random.Random("%s %d %s" % (self._rates["seed"], self._seen[prompt], prompt))
+        time.sleep(self._rates["delay"])
         asked = re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)
-        elements = [demo_element(task, *item) for item in asked]
-        faults = [name for name in DEMO_FAULTS if dice.random() < rates[name]]
+        elements = [self._element(*item) for item in asked]
+        faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
         for name in faults:
             if elements and name in ELEMENT_FAULTS:
                 ELEMENT_FAULTS[name](elements, dice)
         document: Any = elements
-        if task.form == "keyed":
+        if self._task.form == "keyed":
             document = {element.pop("id"): element for element in map(dict, elements)}
         text = json.dumps(document, ensure_ascii=False)
         finish, refusal = "stop", None
@@ -3618,18 +3643,15 @@ def demo_model(task: Task, settings: str) -> Call:
         if "refuse" in faults:
             refusal = "I would rather not."
         return Reply(text, finish, refusal, "demo-1")
-    return call
 
-
-def demo_element(task: Task, name: str, text: str) -> Element:
-    """What the demo model says of one item."""
-    number = int(text_digest(unguard(text))[:8], 16)
-    element: Element = {"id": name}
-    if task.rubric_version is not None:
-        element["rubric_version"] = task.rubric_version
-    for field, schema in task.fields.items():
-        element[field] = demo_value(schema, number)
-    return element
+    def _element(self, name: str, text: str) -> Element:
+        number = int(text_digest(unguard(text))[:8], 16)
+        element: Element = {"id": name}
+        if self._task.rubric_version is not None:
+            element["rubric_version"] = self._task.rubric_version
+        for field, schema in self._task.fields.items():
+            element[field] = demo_value(schema, number)
+        return element
 
 
 def demo_value(schema: Any, number: int) -> Any:
@@ -3697,8 +3719,6 @@ DEMO_FAULTS = (*ELEMENT_FAULTS, *TEXT_FAULTS)
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-TOO_MANY = CallFailed("retry", "too few files may be open for so many workers; raise `ulimit -n`, "
-                      "or lower --workers")
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed: it is left this time
@@ -3939,7 +3959,7 @@ class Pace:
         As long as the server says, else bounded exponential; jittered.
         """
         held = now < self.held_until                    # of an episode whose wait is known
-        overloaded = failure.status in OVERLOADED or failure is TOO_MANY
+        overloaded = failure.status in OVERLOADED
         if not held:
             self.strikes += 1
         if overloaded and not held:
@@ -4196,23 +4216,30 @@ class Run:
         return before
 
 
-def next_step(due: float = math.inf, opens: float = 0.0, in_flight: int = 0, spent: str = "",
-              vain: str = "") -> Union[float, str]:
+class Moment(NamedTuple):
+    """What a thread knows that looks for its next call; times in seconds."""
+
+    due: float = math.inf               # when there is a call to make; infinity: there is none
+    opens: float = 0.0                  # when the pace lets it begin
+    in_flight: int = 0
+    spent: str = ""                     # the budget that is used up
+    vain: str = ""                      # why a person should look first
+
+
+def next_step(at: Moment) -> Union[float, str]:
     """When to make the next call, or why none is made any more; "": all is done.
 
-    `due` is when there is a call to make (infinity: there is none), `opens` when the pace lets it
-    begin, `spent` the budget that is used up, `vain` why a person should look first.  Infinity: not
-    before another has ended, which may be accepted though so many were not.
+    Infinity: not before another has ended, which may be accepted though so many were not.
     """
-    if vain and not in_flight:
-        return vain
-    if spent and due < math.inf:
-        return spent
-    if due == math.inf and not in_flight:
+    if at.vain and not at.in_flight:
+        return at.vain
+    if at.spent and at.due < math.inf:
+        return at.spent
+    if at.due == math.inf and not at.in_flight:
         return ""
-    if vain:
+    if at.vain:
         return math.inf
-    return max(due, opens)
+    return max(at.due, at.opens)
 
 
 class Pool:
@@ -4353,7 +4380,7 @@ class Pool:
         run, pace = self._run, self._pace
         while not run.code and self._workers <= max(1, self._most):
             now = time.monotonic()
-            step = self._step(now)
+            step = next_step(self._moment(now))
             if isinstance(step, str):
                 if step:
                     run.stop(step, STOPPED)
@@ -4376,14 +4403,14 @@ class Pool:
         run.lock.notify_all()               # others may have nothing more to do, either
         return None
 
-    def _step(self, now: float) -> Union[float, str]:
-        """What to do next, the next call being in the queue where there is any."""
+    def _moment(self, now: float) -> Moment:
+        """How things stand, the next call being in the queue where there is any."""
         run, due = self._run, math.inf
         self._fill(now)
         if self._queue:
             due = self._queue[0][0]
         opens = self._pace.opens(self._in_flight)
-        return next_step(due, opens, self._in_flight, run.spent(now), run.in_vain())
+        return Moment(due, opens, self._in_flight, run.spent(now), run.in_vain())
 
     def _fill(self, now: float) -> None:
         """Queue the calls of a new batch, where no call can be made."""
@@ -4410,7 +4437,7 @@ class Pool:
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
-            return functools.partial(self._failed, queued, TOO_MANY)
+            return functools.partial(self._no_files, queued)
         return functools.partial(self._replied, queued, came, prompt, {
             "at": timestamp(), "run": run.run_id, "ms": round(1000 * (time.monotonic() - started)),
             "params": params, "arm": queued.flight.arm, "prompt_sha": prompt_digest(prompt),
@@ -4425,10 +4452,22 @@ class Pool:
         row = run.settle(queued.ask, came, context)
         self._push(queued.flight.told(queued.ask, row["verdict"]))
         if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
+            roomier = run.model.roomier or "give it a larger context"
             run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to "
-                     "read only a part; give it a larger context (of Ollama: OLLAMA_CONTEXT_LENGTH)"
-                     ", or take a smaller --batch-size or --batch-chars" % (
-                         came.tokens_in, len(queued.ask.items)))
+                     "read only a part; %s, or take a smaller --batch-size or --batch-chars" % (
+                         came.tokens_in, len(queued.ask.items), roomier))
+
+    def _no_files(self, queued: Queued) -> None:
+        """No file descriptor was left for a call: another worker makes it, or the last again."""
+        run = self._run
+        words = ("too few files may be open for so many workers; raise `ulimit -n`, or lower "
+                 "--workers")
+        run.tally.calls -= 1
+        run.hint("files", words + " (going on with fewer)")
+        self._push([queued])
+        self._most = min(self._most, self._workers) - 1
+        if self._most < 0:              # at 0, others held the descriptors when it failed
+            run.stop(words, STOPPED)
 
     def _failed(self, queued: Queued, failure: CallFailed) -> None:
         """A call that brought no reply: repeat it later, leave it, or end the run."""

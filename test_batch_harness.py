@@ -1875,7 +1875,7 @@ class Plans(Case):
 
     def test_random_faults_put_few_items_into_quarantine(self):
         for seed in (1, 2):
-            demo = bh.demo_model(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
+            demo = bh.Demo(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
             answered = sum(len(bh.run_batch(batch, lambda prompt: demo(prompt, {})).answers)
                            for batch in bh.batches(made(600), 5))
             self.assertGreaterEqual(answered, 596)
@@ -3537,9 +3537,9 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
         start = len(head) - 3     # each search begins where the last one ended
         self.assertEqual(places[2:5], [(start,), (start + 50,), (start + 100,)])
 
-    def test_a_compressed_reply_is_measured_as_it_is_inflated(self):
+    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
         head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n"
-        stream = [head + gzip.compress(b"x" * 5400)]
+        stream = [head + gzip.compress(b"x" * 600) * 9]
         self.assertEqual(self.read(stream, 5400).body, b"x" * 5400)
         with self.assertRaises(OverflowError):
             self.read(stream, 5399)
@@ -3601,7 +3601,7 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
         self.assertIn("key? no; check model", went.out)
 
     @unittest.skipUnless(shutil.which("openssl"), "makes certificates with openssl")
-    def test_every_fault_of_a_certificate_is_said_with_what_to_check(self):
+    def test_every_fault_of_a_certificate_has_its_own_words(self):
         def certificate(name, days, subject):
             self.write(name + ".cnf", "subjectAltName=IP:" + subject)
             request = "req -newkey rsa:2048 -nodes -keyout NAME.key -out NAME.req -subj /CN=x"
@@ -3612,9 +3612,9 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
                 subprocess.run(["openssl", *words.split()], check=True, capture_output=True)
         for name, days, subject, trusted, words in table("""
                 good     | 1  | 127.0.0.1 | good.pem  | 1 of 1 items answered
-                other    | 1  | 127.0.0.9 | other.pem | the name in --base-url
-                unsigned | 1  | 127.0.0.1 | good.pem  | SSL_CERT_FILE names who signed it
-                late     | -1 | 127.0.0.1 | late.pem  | certificate has expired (_ssl"""):
+                other    | 1  | 127.0.0.9 | other.pem | write the name it was made for
+                unsigned | 1  | 127.0.0.1 | good.pem  | set SSL_CERT_FILE
+                late     | -1 | 127.0.0.1 | late.pem  | expired; check this machine's clock"""):
             certificate(name, days, subject)
             server = self.serve()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -4042,7 +4042,7 @@ class Runs(EndpointCase):
         self.assertEqual((server.most, len(server.requests)), (5, 40))
 
     @unittest.skipUnless(os.name == "posix", "needs a limit on open files")
-    def test_too_few_file_descriptors_mean_fewer_calls_at_once(self):
+    def test_too_few_file_descriptors_mean_fewer_workers_and_no_failed_call(self):
         import resource
         slow = self.slow(0.02)
         self.items_file(200)
@@ -4054,14 +4054,15 @@ class Runs(EndpointCase):
                                "--model", *more, preexec_fn=few)
             out, err = run.communicate(timeout=60)
             self.assertEqual((run.returncode, err.count(b"raise `ulimit -n`")), (code, 1), err)
+            self.assertIn(b" 0 calls without a reply", out)
+            self.assertEqual(self.rows(str(code), "failure"), [])
 
-    def test_where_no_file_can_be_opened_at_all_the_run_stops_and_says_so(self):
+    def test_a_call_without_a_file_descriptor_is_no_call_and_the_last_worker_stops(self):
         words = ("--input", self.items_file(9), "--model", "demo")
-        broken = mock.Mock(side_effect=OSError(24, "Too many open files"))
-        with mock.patch.object(bh, "demo_model", return_value=broken):
+        with mock.patch.object(bh.Demo, "__call__", side_effect=OSError(24, "Too many open files")):
             code, out, err = self.main(*words)
-        self.assertEqual((code, self.rows(LEDGER)), (3, []), err)
-        self.assertIn("times in a row: too few files may be open for so many workers", out)
+        self.assertEqual((code, len(self.bytes().splitlines())), (3, 1), err)
+        self.assertIn("stopped early: too few files may be open for so many workers", out)
         self.assertIn("9 of 9 items answered", self.main(*words)[1])
 
     def test_threads_are_started_as_there_is_work_and_those_that_the_system_gives_will_do(self):
@@ -4182,7 +4183,7 @@ class Runs(EndpointCase):
                 (never, {"due": 0.0, "in_flight": 1, "vain": "look"}),  # it may still be accepted
                 ("look", {"due": 0.0, "vain": "look"}),
                 ("look", {"vain": "look", "spent": "budget"})):
-            self.assertEqual(bh.next_step(**moment), step, moment)
+            self.assertEqual(bh.next_step(bh.Moment(**moment)), step, moment)
 
     def test_the_pace_is_told_the_time_and_nothing_else(self):
         never = float("inf")
@@ -4241,8 +4242,7 @@ class Runs(EndpointCase):
 
     def test_a_dry_run_shows_the_first_prompt_and_calls_and_writes_nothing(self):
         words = ("--input", self.items_file(5), "--model", "demo", "--batch-size", "2", "--dry-run")
-        never = mock.Mock(side_effect=AssertionError("called"))
-        with mock.patch.object(bh, "demo_model", return_value=never):
+        with mock.patch.object(bh.Demo, "__call__", side_effect=AssertionError("called")):
             code, out, _ = self.main(*words)
         self.assertTrue(out.startswith(bh.build_prompt(made(2))))
         self.assertIn("5 rows, 5 items: 0 answered, 0 quarantined, 5 pending", out)
