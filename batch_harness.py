@@ -269,8 +269,7 @@ def _figures(spelled: str) -> str:
 def _exact(spelled: str) -> float:
     """A float that is written back as the same value; ValueError where it would be rounded."""
     value = _finite(spelled)
-    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures
-    # are an equal value.
+    # Equal figures are an equal value: no float is ten times off, but for 0, which has no figures.
     if spelled != repr(value) and _figures(spelled) != _figures(repr(value)):
         raise ValueError("the number %s would be rounded to %r" % (
             shown(Spelled(spelled), 40), value))
@@ -1149,9 +1148,9 @@ def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
             if value or value == 0 or name == "model_string"}
 
 
-def row_text(row: Any) -> str:
+def row_text(row: Any, to_json: Callable[[Any], str] = encode) -> str:
     """A row, or part of one, as JSON on one line; what breaks lines or steers is escaped."""
-    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
+    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), to_json(row))
 
 
 def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
@@ -1449,6 +1448,8 @@ class Settings(NamedTuple):
     json: bool = False
     output: str = "-"
     raw_csv: bool = False
+    export_columns: str = "answers"
+    status: Sequence[str] = ()                  # which rows; none: all
     fingerprint: Optional[str] = None
     # ---- the table that apply writes ----
     database: str = ""
@@ -1481,6 +1482,7 @@ class Row(NamedTuple):
     text: str                   # as it stands in the input, unstripped
     key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
     error: Optional[str] = None
+    record: Any = None          # all of it: an object or a string, if it could be read
 
 
 def read_instruction(options: Settings) -> Optional[str]:
@@ -1797,8 +1799,8 @@ class Source:
             if not text.strip():
                 raise ValueError("blank text; remove the row")
         except ValueError as problem:
-            return Row(line, "", key, str(problem))
-        return Row(line, text, key)
+            return Row(line, "", key, str(problem), value)
+        return Row(line, text, key, None, value)
 
     def _text_of(self, record: Dict[str, Any]) -> str:
         if self._template is not None:
@@ -5675,18 +5677,20 @@ BASELINE = 100                          # single first calls without which no la
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
 MAX_WORD = 100                          # characters of an answer that are held
-COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
-          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
-          "spent", "unpriced", "items", "failed_items", "verdicts", "normalised")
-SHARES = (                              # name, the part, the whole
-    ("first_pass", "first_ok", "first"),
-    ("calls_per_item", "calls", "items"),
-    ("agreement", "same", "compared"),
-    ("floor", "floor_same", "floor_compared"),
-    ("agreement_reordered", "reordered_same", "reordered_compared"),
-    ("half_first", "first_differ", "first_compared"),
-    ("half_second", "second_differ", "second_compared"),
-)
+COUNTS = """
+calls first first_ok failures retried rescued fallbacks answered quarantined reordered repeated
+tokens_in tokens_out tokens_unknown spent unpriced items failed_items verdicts normalised
+"""
+SHARES = """
+first_pass           first_ok        first
+calls_per_item       calls           items
+agreement            same            compared
+floor                floor_same      floor_compared
+agreement_reordered  reordered_same  reordered_compared
+half_first           first_differ    first_compared
+half_second          second_differ   second_compared
+"""                                     # name, the part, the whole
+AGREED = ("differ", "same")
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Lines = Iterator[Tuple[str, str]]       # label, words
@@ -5848,14 +5852,13 @@ class Reading:
         figures = self._figures(log, row)
         if row["event"] == "attempt":
             figures.add(row)
-        if "answers" in row or "quarantined" in row:
-            for sha in row["text_sha"]:
-                place = (log.path, row["task"], row.get("arm"), sha)
-                if place in self.held:
-                    self.held.pop(place).quarantined -= 1
-                if "quarantined" in row:
-                    self.held[place] = figures
-                    figures.quarantined += 1
+        for sha in row.get("text_sha", ()):         # only of what settles
+            place = (log.path, row["task"], row.get("arm"), sha)
+            if place in self.held:
+                self.held.pop(place).quarantined -= 1
+            if "quarantined" in row:
+                self.held[place] = figures
+                figures.quarantined += 1
 
     def _figures(self, log: Log, row: Data) -> Figures:
         """Where an attempt counts.  A refusal names no model: the one that answered last."""
@@ -5929,38 +5932,33 @@ class Comparison:
         self.both = [key for key in here if key in one]
         self.differing = [              # where size 1 and its repetition agree
             short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
-        self.tally = collections.Counter(self._seen())
+        self.tally: Counter[str] = collections.Counter()        # by the names of SHARES
+        for name, same in self._seen():
+            self.tally[name + "compared"] += 1
+            self.tally[name + AGREED[same]] += 1
         batches = [keys for _, keys in figures.batches if len(keys) > 1]
         excesses = [excess_of(keys, self.answers) for keys in batches]
         self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
 
-    def _seen(self) -> Iterator[str]:
-        """What to count, by the names of SHARES."""
+    def _seen(self) -> Iterator[Tuple[str, bool]]:
+        """Each answer that has another beside it: of what it is, and whether they are the same."""
         here, one, two = self.answers
         for key in self.both:
-            yield "compared"
-            if here[key] == one[key]:
-                yield "same"
+            yield "", here[key] == one[key]
         for key in two:
             if key in one:
-                yield "floor_compared"
-                if two[key] == one[key]:
-                    yield "floor_same"
+                yield "floor_", two[key] == one[key]
         for reordered, keys in self.figures.batches:
             for place, key in enumerate(keys):
                 if key in one and len(keys) > 1:
-                    half = "first"
+                    half = "first_"
                     if 2 * place >= len(keys):
-                        half = "second"
-                    yield half + "_compared"
-                    if here[key] != one[key]:
-                        yield half + "_differ"
+                        half = "second_"
+                    yield half, here[key] == one[key]
                     if reordered:
-                        yield "reordered_compared"
-                    if reordered and here[key] == one[key]:
-                        yield "reordered_same"
+                        yield "reordered_", here[key] == one[key]
 
 
 # ---- decisions ----
@@ -6159,16 +6157,16 @@ def field_data(found: Comparison) -> Iterator[Tuple[str, Data]]:
         pairs = collections.Counter((one[key][place], here[key][place]) for key in found.both)
         labels = label_words(schema)
         same = sum(count for (left, right), count in pairs.items() if left == right)
+        given = collections.Counter(answer[place] for answer in here.values() if labels)
         data: Dict[str, Any] = {
             "agreement": share(same, len(found.both)),
             "labels": bool(labels),
             "kappa": None,
+            "given": {label: given[label] for label in labels},
+            "confusion": confusion(labels, pairs),
         }
         if labels:
-            given = collections.Counter(answer[place] for answer in here.values())
             data["kappa"] = kappa(pairs)
-            data["given"] = {label: given[label] for label in labels}
-            data["confusion"] = confusion(labels, pairs)
         yield name, data
 
 
@@ -6178,7 +6176,7 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     ms: List[Any] = sorted(figures.ms) or [None]
     data = {
         **figures.group._asdict(),
-        **{name: getattr(figures, name) for name in COUNTS},
+        **{name: getattr(figures, name) for name in COUNTS.split()},
         "asked": figures.asked,
         "fell_back": len(figures.fell_back),
         "first_pass_low": 1 - found.rates.high,
@@ -6195,7 +6193,7 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
         "fields": dict(field_data(found)),
         "kappa": None,
     }
-    for name, part, whole in SHARES:
+    for name, part, whole in map(str.split, SHARES.strip().split("\n")):
         data.setdefault(part, found.tally[part])
         data.setdefault(whole, found.tally[whole])
         data[name] = share(data[part], data[whole])
@@ -6232,54 +6230,62 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
 
 # ---- data -> words: each member stands in one table, (label, needed member, words) ----
 
-OVERVIEW = (
-    ("arm", "%(label)s"),
-    ("size", "%(size)s"),
-    ("form", "%(form)s"),
-    ("calls", "%(calls)s"),
-    ("first pass", "%(first_pass .1%)s"),
-    ("agrees", "%(agreement .1%)s"),
-    ("floor", "%(floor .1%)s"),
-    ("tok/item", "%(tokens_per_item .0f)s"),
-    ("decision", "%(decision)s"),
-)
-DETAILS = (
-    ("decision", "decision", "%(decision)s: %(why)s"),
-    ("model", "model", "%(model)s, %(form)s, size %(size)s"),
-    ("task", "task", "%(task)s, stage %(stage)s, on %(ledger)s"),
-    ("calls", "calls", "%(calls)s"),
-    ("first pass ok", "calls", "%(first_ok of first)s full batches; between "
-     "%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks"),
-    ("rescued by retry", "retried", "%(rescued of retried)s"),
-    ("fallbacks", "fallbacks", "%(fallbacks)s calls; items that fell back: %(fell_back of items)s"),
-    ("items answered", "calls", "%(answered)s"),
-    ("items quarantined", "quarantined", "%(quarantined of items)s"),
-    ("tokens", "tokens_in", "%(tokens_in)s in, %(tokens_out)s out"),
-    ("tokens unknown", "tokens_unknown", "for %(tokens_unknown of calls)s calls"),
-    ("verdicts", "verdicts", "%(verdicts counts)s"),
-    ("normalised", "normalised", "%(normalised counts)s"),
-    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered .1%)s of their "
-     "answers are as at size 1"),
-    ("an item costs", "items", "%(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens"),
-    ("cost", "spent", "%(spent_is)s %(spent money)s, %(spent_per_item money)s an item"),
-    ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
-    ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
-     "%(floor_same of floor_compared)s"),
-    ("by field", "compared", "%(fields agreements)s"),
-    ("agrees with gold", "judged", "%(right of judged)s answers; against size 1 it lost %(lost)s "
-     "right ones and won %(won)s (p %(p .3g)s)"),
-    ("no gold label", "gold_unknown", "%(gold_unknown)s gold values are no label and left out"),
-    ("differing answers", "half_first", "%(half_first .1%)s in the first half of the prompt, "
-     "%(half_second .1%)s in the second"),
-    ("would cost", "cost", "%(cost)s"),
-    ("repeated rows", "repeated", "%(repeated)s, not counted"),
-)
-ASKED = ("instruction", "fields", "examples", "at", "run", "input", "rows", "items", "model",
-         "host", "params", "arms", "batch_size", "fingerprint", "stage")
-EXPLAINED = (                           # of a row of the ledger about an item, by its own names
-    "outcome", "target", "verdict", "meaning", "detail", "answer", "attempt", "fallback", "size",
-    "batch_id", "model_string", "asked", "missing", "extra", "normalised", "params", "kind",
-    "status", "finish", "prompt", "reply")
+def text_table(text: str) -> List[List[str]]:
+    """A table that is written as text, a row a line."""
+    return [re.split(r" *\| ", line) for line in text.strip().split("\n")]
+
+
+OVERVIEW = text_table("""
+arm        | %(label)s
+size       | %(size)s
+form       | %(form)s
+calls      | %(calls)s
+first pass | %(first_pass .1%)s
+agrees     | %(agreement .1%)s
+floor      | %(floor .1%)s
+tok/item   | %(tokens_per_item .0f)s
+decision   | %(decision)s
+""")
+DETAILS = text_table("""
+decision           | decision       | %(decision)s: %(why)s
+model              | model          | %(model)s, %(form)s, size %(size)s
+task               | task           | %(task)s, stage %(stage)s, on %(ledger)s
+calls              | calls          | %(calls)s
+first pass ok      | calls          | %(first_ok of first)s full batches; between \
+%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks
+rescued by retry   | retried        | %(rescued of retried)s
+fallbacks          | fallbacks      | %(fallbacks)s calls; items that fell back: %(fell_back of \
+items)s
+items answered     | calls          | %(answered)s
+items quarantined  | quarantined    | %(quarantined of items)s
+tokens             | tokens_in      | %(tokens_in)s in, %(tokens_out)s out
+tokens unknown     | tokens_unknown | for %(tokens_unknown of calls)s calls
+verdicts           | verdicts       | %(verdicts counts)s
+normalised         | normalised     | %(normalised counts)s
+reordered replies  | reordered      | %(reordered)s; %(agreement_reordered .1%)s of their answers \
+are as at size 1
+an item costs      | items          | %(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens
+cost               | spent          | %(spent_is)s %(spent money)s, %(spent_per_item money)s an item
+a call takes       | ms_p50         | %(ms_p50)s ms, one in twenty %(ms_p95)s ms or more
+agrees with size 1 | compared       | %(same of compared)s answers; floor: size 1 with itself \
+%(floor_same of floor_compared)s
+by field           | compared       | %(fields agreements)s
+agrees with gold   | judged         | %(right of judged)s answers; against size 1 it lost \
+%(lost)s right ones and won %(won)s (p %(p .3g)s)
+no gold label      | gold_unknown   | %(gold_unknown)s gold values are no label and left out
+differing answers  | half_first     | %(half_first .1%)s in the first half of the prompt, \
+%(half_second .1%)s in the second
+would cost         | cost           | %(cost)s
+repeated rows      | repeated       | %(repeated)s, not counted
+""")
+ASKED = """
+instruction fields examples at run input rows items model host params arms batch_size
+fingerprint stage
+"""
+EXPLAINED = """
+outcome target verdict meaning detail answer attempt fallback size batch_id model_string asked
+missing extra normalised params kind status finish prompt reply
+"""                                     # of a row of the ledger about an item, by its own names
 AGREES = {True: " %(agreement .1%)s (kappa %(kappa .2f)s)",
           False: " %(agreement .1%)s (free text: to differ is no error)"}
 FORMS: Dict[str, Callable[[Any], str]] = {
@@ -6307,8 +6313,7 @@ class Words(Dict[str, Any]):
         return format(value, form).replace("%", " %")
 
 
-def described(table: Sequence[Tuple[str, str, str]],
-              data: Data) -> Lines:
+def described(table: Sequence[Sequence[str]], data: Data) -> Lines:
     """What is to be said of some data: (label, words); nothing of what is not there, or 0."""
     for label, needed, words in table:
         value = data.get(needed)
@@ -6316,9 +6321,9 @@ def described(table: Sequence[Tuple[str, str, str]],
             yield label, words % Words(data)
 
 
-def members(names: Iterable[str], data: Data) -> Lines:
+def members(names: str, data: Data) -> Lines:
     """Some members of a row as (name, words), as far as they are there."""
-    for name in names:
+    for name in names.split():
         value = data.get(name)
         if not isinstance(value, str):
             value = encode(value)
@@ -6335,7 +6340,7 @@ def sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
         [words % Words(data) for _, words in OVERVIEW] for data in datas]
     for data in datas:
         for name, field in data["fields"].items():
-            bars = list(label_bars(field.get("given", {})))
+            bars = list(label_bars(field["given"]))
             yield "%s: %s" % (data["title"], name), (), bars
     for data in datas:
         yield data["title"], (), list(described(DETAILS, data))
@@ -6346,7 +6351,7 @@ def page_sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
     """What the page alone shows: which label came, for that of size 1 or gold; what was asked."""
     for data in datas:
         met = {name: field["confusion"] for name, field in data["fields"].items()
-               if data["compared"] and field["labels"]}
+               if data["compared"]}
         for expected, tables in (("size 1", met), ("gold", data.get("gold_confusion", {}))):
             for name, table in tables.items():
                 rows = [(label, *row.values()) for label, row in table.items()]
@@ -6587,9 +6592,7 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     batches = {one for _, row in touching for one in row.get("batch", ())}
     items = (Item(entry.text, entry.key, len(name)) for entry in good_input(options))
     texts = {item.id: item for item in items if item.id in batches}
-    text = "(give the --input that holds it)"
-    if name in texts:
-        text = texts[name].text
+    text = getattr(texts.get(name), "text", "(give the --input that holds it)")
     out("item %s, text: %s" % (name, text), wrap=False)
     stands = "pending: no attempt has settled it"
     for number, row in touching:
@@ -6651,8 +6654,8 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
                 with contextlib.suppress(HarnessError):         # a row that was edited by hand
                     task = load_task(row["task"], row["form"])
                     tasks[row["fingerprint"]] = task._replace(fingerprint=row["fingerprint"])
-            elif row["event"] == "attempt" and row.get("arm") is None:      # a trial's do not count
-                answered[row["task"]] += len(answers_of(row))
+            elif row.get("arm") is None:                        # a trial's do not count
+                answered[row.get("task", "")] += len(answers_of(row))
     fits = [task for task in tasks.values()
             if stage in (None, task.stage) and fingerprint in (None, task.fingerprint)]
     fits = [task for task in fits if answered[task.fingerprint]] or fits
@@ -6665,44 +6668,92 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
         len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
-EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string",
-                  "rubric_version", "run", "batch_id", "text_sha256", "text")
-SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")
-Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
+OUTCOME = ("status", "verdict", "detail")           # what is always shown beside the answer
+EXPORT_COLUMNS = ("answer", *OUTCOME, "row", "item", "model_string", "rubric_version", "run",
+                  "batch_id", "text_sha256")
+SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")      # as the ledger's row says
+SPELLED_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+Cells = Dict[str, Any]                  # by the names of columns
+
+
+def input_cells(row: Row, options: Settings) -> Cells:
+    """What an export shows of a row of the input: all of it, or the caller's key alone."""
+    if options.export_columns == "provenance":
+        return {"id": _source_value(row.key or "null")}
+    if isinstance(row.record, str):
+        return {"text": row.record}
+    return {**an_object(row.record)}
+
+
+def input_columns(source: Source, options: Settings) -> List[str]:
+    """The columns of the input as they are met; bad rows are refused before a file is made."""
+    rows = source.good_rows
+    if options.skip_bad:
+        rows = source.rows
+    columns: Cells = {}
+    for row in rows():
+        columns.update(input_cells(row, options))
+    return list(columns)
 
 
 def exported(source: Source, task: Task, paths: Sequence[str],
-             id_length: int) -> Iterator[Exported]:
-    """Every row of the input in its order, with what the ledgers hold for its text."""
+             options: Settings) -> Iterator[Tuple[Cells, Cells]]:
+    """Every row of the input in its order, and EXPORT_COLUMNS: what the ledgers hold for it."""
     places = settled_places(paths, task)                # a file position an item, no row
     settling = functools.lru_cache(maxsize=1)(row_at)   # neighbours in the input may share a batch
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in paths]
         for number, row in enumerate(source.rows(), 1):
-            out: Exported = dict.fromkeys(EXPORT_COLUMNS)
-            out.update(row=number, id=row.key or "null", status="skipped")
+            out: Cells = dict.fromkeys(EXPORT_COLUMNS)
+            out.update(row=number, status="skipped")
+            sha = text_digest(row.text)
+            key = key_of(sha)
             if row.error is None:
-                sha = text_digest(row.text)
-                out.update(status="pending", item=sha[:id_length], text=row.text)
+                out.update(status="pending", item=sha[:options.id_length])
                 out["rubric_version"] = task.rubric_version
                 out["text_sha256"] = hashlib.sha256(row.text.encode("utf-8")).hexdigest()
-                key = key_of(sha)
-                for file, offsets in zip(files, places):
-                    if key in offsets:
-                        settled = settling(file, offsets[key])
-                        out["status"], out["answer"] = settled_as(settled, sha)
-                        out.update({column: settled.get(column) for column in SETTLED})
-                if out["verdict"] == "ok":
-                    out["verdict"] = out["detail"] = None       # these say why there is no answer
-            yield out
+            for file, offsets in zip(files, places):
+                if key in offsets:
+                    settled = settling(file, offsets[key])
+                    out.update((column, settled.get(column)) for column in SETTLED)
+                    out["status"], out["answer"] = settled_as(settled, sha)
+            if out["status"] == "answered":
+                out["verdict"] = out["detail"] = None   # these say why there is no answer
+            yield input_cells(row, options), out
 
 
-def write_jsonl(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
-    """One object a line; the caller's id goes back as it was spelled."""
+def free_name(wanted: str, taken: Set[str]) -> str:
+    """A name that is not taken, now taken, too: the wanted one, or that with a number.
+
+    SQLite tells no case, so that names are taken in small letters.
+
+    >>> free_name("Answer", {"answer", "answer_2"})
+    'Answer_3'
+    """
+    name = wanted
+    tries = itertools.count(2)
+    while name.lower() in taken:
+        name = "%s_%d" % (wanted, next(tries))
+    taken.add(name.lower())
+    return name
+
+
+def as_json(value: Any) -> str:
+    """A value of the input as JSON, with its numbers as they were spelled."""
+    if isinstance(value, dict):
+        members = ["%s: %s" % (encode(name), as_json(value[name])) for name in value]
+        return "{%s}" % ", ".join(members)
+    if isinstance(value, list):
+        return "[%s]" % ", ".join(map(as_json, value))
+    if isinstance(value, Spelled):
+        return str(value)
+    return encode(value)
+
+
+def write_jsonl(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes], raw: bool) -> None:
+    """One object a line."""
     for row in rows:
-        line = row_text({**row, "id": None})
-        line = line.replace('"id": null', '"id": ' + row["id"], 1)
-        file.write(line.encode("utf-8") + b"\n")
+        file.write(row_text(row, as_json).encode("utf-8") + b"\n")
 
 
 def csv_cell(value: Any, raw: bool = False) -> str:
@@ -6710,105 +6761,131 @@ def csv_cell(value: Any, raw: bool = False) -> str:
 
     Take one leading apostrophe off a text cell to have the text back.
 
-    >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5)
-    ("'=1+1", "''quoted'", '-3.5')
+    >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5), csv_cell("-3.5")
+    ("'=1+1", "''quoted'", '-3.5', '-3.5')
     """
     if value is None:
         return ""
     if not isinstance(value, str):
-        return encode(value)
-    formula = tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20")      # what is run, and the mark itself
-    if value.startswith(formula) and not raw and not isinstance(value, Spelled):
+        return as_json(value)
+    formula = (*"=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20",)       # what is run, and the mark itself
+    if value.startswith(formula) and not raw and not SPELLED_NUMBER.fullmatch(value):
         return "'" + value
     return value
 
 
 def sql_cell(value: Any) -> Any:
     """A value as SQLite holds it; what is no scalar of 64 bits is text, as JSON."""
-    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-        return encode(value)
-    if isinstance(value, (list, dict)):
-        value = encode(value)
+    if isinstance(value, Spelled):
+        with contextlib.suppress(ValueError):
+            return _exact(value)
+    large = isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER
+    if large or isinstance(value, (list, dict)):
+        value = as_json(value)
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return value
 
 
-def flat_rows(rows: Iterable[Exported], task: Task) -> Iterator[List[Any]]:
-    """Columns, then rows of values; an answer of several fields has a column for each."""
-    fields = list(task.fields)
-    names = fields
-    if task.bare:
-        names = ["answer"]
-    elif {field.lower() for field in fields} & set(EXPORT_COLUMNS):
-        names = ["answer." + field for field in fields]
-    place = EXPORT_COLUMNS.index("answer")
-    yield [*EXPORT_COLUMNS[:place], *names, *EXPORT_COLUMNS[place + 1:]]
-    for row in rows:
-        values = list({**row, "id": _source_value(row["id"])}.values())
-        if not task.bare:
-            answer = an_object(row["answer"])
-            values[place:place + 1] = [answer.get(field) for field in fields]
-        yield values
-
-
-def write_csv(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_csv(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes], raw: bool) -> None:
     """A header and one line per row."""
     import csv
     text = io.TextIOWrapper(
         file, "utf-8", errors="backslashreplace", newline="", write_through=True)
-    csv.writer(text).writerows(
-        [csv_cell(value, raw) for value in values] for values in flat_rows(rows, task))
+    for row in itertools.chain([dict(zip(columns, columns))], rows):
+        csv.writer(text).writerow([csv_cell(row.get(name), raw) for name in columns])
     text.detach()
 
 
-def write_sqlite(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_sqlite(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes],
+                 raw: bool) -> None:
     """A new database with one table, `answers`."""
     import shutil
     import sqlite3
     import tempfile
-    flat = flat_rows(rows, task)
-    columns = next(flat)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "answers.db")
         with contextlib.closing(sqlite3.connect(path)) as base:
+            names = [quoted(sql_cell(name)) for name in columns]
             try:
-                base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
-            except sqlite3.Error as error:              # fields that are alike but for case
+                base.execute("CREATE TABLE answers (%s)" % ", ".join(names))
+            except (sqlite3.Error, ValueError) as error:    # too many; alike but for case
                 raise HarnessError("SQLite takes no such columns: %s; export JSONL" % error)
             base.executemany(
                 "INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)),
-                (list(map(sql_cell, values)) for values in flat))
+                ([sql_cell(row.get(name)) for name in columns] for row in rows))
             base.commit()
         with open(path, "rb") as whole:
             shutil.copyfileobj(whole, file)
 
 
-def counted(rows: Iterable[Exported], tally: Counter[str]) -> Iterator[Exported]:
-    """The rows as they are, each counted under its status as it goes by."""
-    for row in rows:
-        tally[row["status"]] += 1
-        yield row
+WRITERS: Dict[str, Callable[..., None]] = {
+    "jsonl": write_jsonl, "csv": write_csv, "sqlite": write_sqlite}
 
 
-EXPORTS: Dict[str, Callable[[Iterable[Exported], IO[bytes], Task, bool], None]] = {
-    ".csv": write_csv, ".jsonl": write_jsonl, ".ndjson": write_jsonl, ".json": write_jsonl,
-    ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}
+def own_values(out: Cells, task: Task, shown: Sequence[str], nested: bool) -> List[Any]:
+    """What an export adds to a row of the input."""
+    told = [out[name] for name in shown]
+    answer = out["answer"]
+    if nested:
+        return [answer, dict(zip(shown, told))]
+    if task.bare:
+        answer = out
+    return [*map(an_object(answer).get, task.fields), *told]
 
 
-def export(rows: Iterable[Exported], output: str, task: Task, raw_csv: bool) -> None:
-    """Write an export, to a file or to standard output."""
+def export(source: Source, task: Task, paths: Sequence[str], options: Settings,
+           say: Speaker) -> Counter[str]:
+    """Write an export to its file or to standard output; how many rows of the input stand where."""
+    write = export_writer(options.output)
+    nested = write is write_jsonl
+    shown: Sequence[str] = EXPORT_COLUMNS[1:]
+    if options.export_columns == "answers":
+        shown = OUTCOME
+    own = [*task.fields, *shown]
+    if nested:
+        own = ["answer", "harness"]
+    inputs = input_columns(source, options)
+    taken = {name.lower() for name in inputs}
+    names = [free_name(name, taken) for name in own]
+    changed = ["%s is written as %s" % pair for pair in zip(own, names) if pair[0] != pair[1]]
+    if changed:
+        say("names that are taken already: " + ", ".join(changed))
+    tally: Counter[str] = collections.Counter()
+
+    def rows() -> Iterator[Cells]:
+        for cells, out in exported(source, task, paths, options):
+            tally[out["status"]] += 1
+            if not options.status or out["status"] in options.status:
+                cells.update(zip(names, own_values(out, task, shown, nested)))
+                yield cells
+
+    def write_rows(file: IO[bytes]) -> None:
+        try:
+            write([*inputs, *names], rows(), file, options.raw_csv)
+        except RecursionError:
+            raise HarnessError("a row of the input is nested too deep to be written; leave it out "
+                               "with --columns provenance")
+
+    if options.output == "-":
+        write_rows(sys.stdout.buffer)
+        sys.stdout.flush()
+    else:
+        write_whole(options.output, write_rows, "--output")
+    return tally
+
+
+def export_writer(output: str) -> Callable[..., None]:
+    """What writes an export there; HarnessError where it cannot be written."""
+    form = FORMATS.get(os.path.splitext(output)[1], "")
     if output == "-":
+        form = "jsonl"
         if sys.stdout is None:
             raise HarnessError("standard output is closed; name a file with --output")
-        write_jsonl(rows, sys.stdout.buffer, task, raw_csv)
-        sys.stdout.flush()
-        return
-    write = EXPORTS.get(os.path.splitext(output)[1])
-    if write is None:
+    if form not in WRITERS:
         raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file "
                            "with --output" % output)
-    write_whole(output, lambda file: write(rows, file, task, raw_csv), "--output")
+    return WRITERS[form]
 
 
 # ==================================================================================================
@@ -7633,6 +7710,8 @@ reading:
     --json                      as data
   export
     --output FILE               .csv, .db (SQLite) or .jsonl (default stdout)
+    --columns answers|provenance|all    default answers: yours, answers; all: the origin, too
+    --status answered|quarantined|pending|skipped+    only the rows that stand so
     --raw-csv                   leave cells that a spreadsheet would run as they are
   export apply
     --stage NAME                whose answers, where the ledger holds several tasks
@@ -7647,7 +7726,8 @@ table:
     --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
     --set COLUMN=FIELD          which column takes which field (default: those of the same name)
 """ % (LEDGER, LEDGER, "|".join(sorted(READERS)), CHOICES, AT_FIRST, IN_A_ROW)
-FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}    # other names in Settings
+FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns",
+          "--columns answers|provenance|all": "export_columns"}    # other names in Settings
 
 # Two options that are not given together, and what is said of the first one.
 REFUSED = (
@@ -7747,7 +7827,7 @@ def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pen
         # Digests are as good as drawn: the least of them are the same sample on every machine,
         # and their order is as good as shuffled.
         state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-        held = [row for row in source.rows()
+        held = [row._replace(record=None) for row in source.rows()
                 if row.error is None and key_of(text_digest(row.text)) in state.status]
         asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
     states = [state, *(State(task, arm, state.status) for arm in range(1, len(sizes)))]
@@ -8074,15 +8154,13 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
     ledgers = each_once(options.ledgers)
     if os.path.realpath(options.output) in map(os.path.realpath, (options.input, *ledgers)):
         raise HarnessError("--output names the input or the ledger; name another file")
+    export_writer(options.output)
     task = ledger_task(ledgers, options.stage, options.fingerprint)
-    tally: Counter[str] = collections.Counter()
     with contextlib.closing(Source(options)) as source:
-        if not options.skip_bad:                    # bad rows are refused before a file is made
-            collections.deque(source.good_rows(), maxlen=0)
-        rows = exported(source, task, ledgers, options.id_length)
-        export(counted(rows, tally), options.output, task, options.raw_csv)
+        tally = export(source, task, ledgers, options, say)
+    written = {status: tally[status] for status in options.status or tally}
     target = options.output if given(options, "output") else "standard output"
-    say("%d rows to %s: %s" % (sum(tally.values()), target, as_counts(tally)))
+    say("%d rows to %s: %s" % (sum(written.values()), target, as_counts(written)))
     if not tally["answered"] and not tally["quarantined"]:
         say("no text of this input has an answer on %s (a trial's are not exported); check "
             "--ledger, --input and --text-field" % ", ".join(ledgers))

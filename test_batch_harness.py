@@ -534,7 +534,8 @@ class Items(Case):
             for line in self.main("export", "--input", "a.jsonl", "--skip-bad")[1].splitlines()
         ]
         self.assertEqual(self.main("export", "--input", "a.jsonl")[0], 2)
-        self.assertEqual([row["status"] for row in rows], ["answered", "skipped", "answered"])
+        self.assertEqual([row["harness"]["status"] for row in rows],
+                         ["answered", "skipped", "answered"])
         self.assertEqual(self.rows("runs/ledger.jsonl", "run")[0]["skipped"], 1)
 
     def test_what_cannot_be_read_at_all_is_refused(self):
@@ -646,11 +647,11 @@ class Items(Case):
         )
         out = self.main("export", "--input", "a.jsonl", "--id-field", "key")[1]
         self.assertEqual(
-            [re.search(r'"id": (.*?), "item"', line).group(1) for line in out.splitlines()], keys
+            [re.search(r'{"key": (.*?), "text"', line).group(1) for line in out.splitlines()], keys
         )
         self.main("export", "--input", "a.jsonl", "--id-field", "key", "--output", "a.csv")
         with open("a.csv", encoding="utf-8", newline="") as file:
-            cells = [row["id"] for row in csv.DictReader(file)]
+            cells = [row["key"] for row in csv.DictReader(file)]
         shown = "1|1.10|1e5|-0|A-9|true||12345678901234567890|\u00e9\n|-1.0E+2|7"
         self.assertEqual("|".join(cells), shown)
 
@@ -700,12 +701,8 @@ class Items(Case):
         self.main("--input", "items.jsonl", "--model", "demo")
         code, out, _ = self.main("--input", "items.jsonl", "--model", "demo", "--id-length", "20")
         self.assertIn("nothing to do: 5 of 5", out)
-        rows = [
-            json.loads(line)
-            for line in self.main("export", "--input", "items.jsonl", "--id-length", "20")[
-                1
-            ].splitlines()
-        ]
+        words = "export --input items.jsonl --id-length 20 --columns provenance"
+        rows = [json.loads(line)["harness"] for line in self.main(*words.split())[1].splitlines()]
         self.assertEqual({(row["status"], len(row["item"])) for row in rows}, {("answered", 20)})
 
 
@@ -4454,7 +4451,7 @@ class BatchJobs(EndpointCase):
         return [row["step"] for row in self.rows(path, "job")]
 
     def statuses(self):
-        return collections.Counter(json.loads(line)["status"] for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
+        return collections.Counter(json.loads(line)["harness"]["status"] for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
 
     def test_the_whole_plan_goes_by_jobs_round_after_round(self):
         for form in ("chat", "messages"):
@@ -6058,55 +6055,112 @@ class Reports(Reporting):
         with open("out.csv", encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))
 
+    def table(self, *more):
+        """The columns and rows of an export to SQLite."""
+        self.assertEqual(self.export("--output", "out.db", *more)[0], 0)
+        with contextlib.closing(sqlite3.connect("out.db")) as base:
+            found = base.execute("SELECT * FROM answers")
+            return " ".join(column for column, *_ in found.description), found.fetchall()
+
     def test_every_row_is_exported_in_order_with_where_it_stands(self):
         self.write("items.jsonl", '{"id": 1.10, "text": " a "}\n{"id": 2, "text": "b"}\n'
-                   '{"id": 3, "text": 5}\n{"id": 4, "text": "a"}\n{"id": 5, "text": "d"}\n')
+                   '{"id": 3, "text": 5}\n{"id": 4, "text": "a", "at": {"x": 1.50}}\nno\n'
+                   '{"id": 5, "text": "d"}\n')
         self.ask(self.serve(lambda prompt, n: completion(
             reply_to_prompt(prompt) if ">a<" in prompt else "no")),
             0, "--limit", 2, "--skip-bad", "--ledger", "t.jsonl")
         detail = "Expecting value, at character 1"
-        expected = [(1, 1.1, "answered", "good", " a ", None, None),
-                    (2, 2, "quarantined", None, "b", "not_json", detail),
-                    (3, 3, "skipped", None, None, None, None),
-                    (4, 4, "answered", "good", "a", None, None),
-                    (5, 5, "pending", None, "d", None, None)]
-        rows = self.exported("--skip-bad")
-        columns = "row id status answer text verdict detail"
-        self.assertEqual([pick(row, columns) for row in rows], expected)
-        self.assertIn('"id": 1.10, ', self.export("--skip-bad")[1])
+        expected = [(1.1, " a ", None, "good", "answered", None, None),
+                    (2, "b", None, None, "quarantined", "not_json", detail),
+                    (3, 5, None, None, "skipped", None, None),
+                    (4, "a", '{"x": 1.50}', "good", "answered", None, None),
+                    (None, None, None, None, "skipped", None, None),
+                    (5, "d", None, None, "pending", None, None)]
+        self.assertEqual(self.table("--skip-bad"),
+                         ("id text at answer status verdict detail", expected))
         table = self.csv_rows("--skip-bad")
-        self.assertEqual([row["detail"] for row in table], ["", detail, "", "", ""])
-        self.assertEqual(table[0]["id"], "1.10")
-        self.export("--skip-bad", "--output", "out.db")
-        with contextlib.closing(sqlite3.connect("out.db")) as base:
-            found = base.execute("SELECT %s FROM answers" % columns.replace(" ", ", ")).fetchall()
-        self.assertEqual(found[1:], expected[1:])
-        self.assertEqual(pick(rows[0], "item model_string text_sha256"), (
-            bh.item_id("a"), "served-1", hashlib.sha256(b" a ").hexdigest()))
-        self.assertEqual([list(row) for row in rows], [list(bh.EXPORT_COLUMNS)] * 5)
+        self.assertEqual([row["detail"] for row in table], ["", detail, "", "", "", ""])
+        self.assertEqual([row["id"] for row in table], ["1.10", "2", "3", "4", "", "5"])
+        out = self.export("--skip-bad")[1].splitlines()
+        harness = '"harness": {"status": "%s", "verdict": null, "detail": null}}'
+        self.assertEqual(out[3], '{"id": 4, "text": "a", "at": {"x": 1.50}, "answer": "good", '
+                         + harness % "answered")
+        self.assertEqual(out[4], '{"answer": null, ' + harness % "skipped")
+
+    def test_where_an_answer_came_from_stands_last(self):
+        self.write("items.jsonl", '{"id": 1.10, "text": " a ", "n": 0.5}\n')
+        self.run_on()
+        own = "answer status verdict detail"
+        origin = "row item model_string rubric_version run batch_id text_sha256"
+        self.assertEqual(" ".join(bh.EXPORT_COLUMNS), own + " " + origin)
+        for columns, names in (("answers", "id text n " + own), ("provenance", "id %s %s"),
+                               ("all", "id text n %s %s")):
+            found, [row] = self.table("--columns", columns)
+            self.assertEqual(found, names.replace("%s %s", own + " " + origin))
+        sha = hashlib.sha256(b" a ").hexdigest()
+        self.assertEqual((row[2], row[7], row[8], row[-1]), (0.5, 1, bh.item_id("a"), sha))
+        [row] = self.exported("--columns", "provenance")
+        self.assertEqual(list(row), ["id", "answer", "harness"])
+        self.assertEqual(pick(row["harness"], "row model_string text_sha256"), (1, "demo-1", sha))
+        self.assertIn('{"id": 1.10, ', self.export("--columns", "provenance")[1])
+
+    def test_only_the_rows_that_stand_so_are_exported_on_demand(self):
+        self.items_file(6)
+        self.run_on("--limit", 4, model=self.model("name = 'x' if number == 2 else name"))
+        found = {}
+        for words in ("answered", "quarantined", "pending", "skipped", "pending quarantined"):
+            _, out, err = self.export("--status", *words.split())
+            rows = [json.loads(line) for line in out.splitlines()]
+            found[words] = len(rows)
+            self.assertLessEqual({row["harness"]["status"] for row in rows}, set(words.split()))
+            self.assertIn("%d rows to standard output: " % len(rows), err)
+            self.assertNotIn("no text of this input", err)
+        self.assertEqual(list(found.values()), [3, 1, 2, 0, 3])
+        [row] = self.csv_rows("--status", "quarantined")
+        self.assertEqual(pick(row, "id answer status verdict"), ("2", "", "quarantined",
+                                                                 "set_mismatch"))
 
     def test_csv_is_safe_in_a_spreadsheet_and_reversible(self):
         texts = ["=1+1", "+1 great", "-2h late", "@someone hi", "=\t1", "\uff1d1+1", "'quoted'",
-                 '"=1"', "a,b", "-3.5", "two\r\nlines", "x\ry", "\u4e2d"]
+                 '"=1"', "a,b", "-3.5", "two\r\nlines", "x\ry", "\u4e2d", "-1e5", "+1-1"]
         rows = [json.dumps({"id": "=%d" % n, "text": text}) for n, text in enumerate(texts)]
         self.write("items.jsonl", "\n".join(rows))
         self.task_file(score={"const": -3.5}, status={"const": "=x"})
         self.run_on("--task", "task.json")
         rows = self.csv_rows()
         self.assertEqual([re.sub("^'", "", row["text"]) for row in rows], texts)
-        self.assertFalse([row["text"] for row in rows if row["text"][0] in "=+-@\t\r\uff1d"])
-        self.assertEqual(pick(rows[3], "id status answer.score answer.status"),
+        self.assertEqual([row["text"] for row in rows if row["text"][0] in "=+-@\t\r\uff1d"],
+                         ["-3.5", "-1e5"])          # numbers: nothing is run
+        self.assertEqual(pick(rows[3], "id status_2 score status"),
                          ("'=3", "answered", "-3.5", "'=x"))
         self.assertEqual([row["text"] for row in self.csv_rows("--raw-csv")], texts)
 
-    def test_fields_named_like_columns_have_columns_of_their_own(self):
-        self.items_file(1)
-        names = {"text": "a", "answer.text": "b", "=x": "c"}
-        self.task_file(**{name: {"const": value} for name, value in names.items()})
-        self.run_on("--task", "task.json")
-        [row] = self.csv_rows()
-        self.assertEqual(pick(row, "answer.text answer.answer.text answer.=x"), ("a", "b", "c"))
-        self.assertEqual(row["text"], "text number 0")
+    def test_what_the_export_adds_never_takes_the_name_of_a_column(self):
+        self.write("items.csv", "Answer,text,status,score,answer_2\n1,a,open,-1,007\n")
+        self.write("items.txt", "a\n")
+        self.write("strings.jsonl", '"a"\n')
+        self.task_file(**{name: {"const": name} for name in ("text", "answer", "=x", "Text")})
+        for task in ((), ("--task", "task.json")):
+            self.run_on("--input", "items.txt", "--ledger", "%d.jsonl" % len(task), *task)
+        input_columns = "Answer,text,status,score,answer_2,"
+        for name, ledger, header, said in (
+                ("items.csv", 0, input_columns + "answer_3,status_2,verdict,detail",
+                 "answer is written as answer_3, status is written as status_2"),
+                ("items.csv", 2, input_columns + "text_2,answer_3,'=x,Text_3,status_2,verdict,"
+                 "detail", "text is written as text_2"),
+                ("items.txt", 0, "text,answer,status,verdict,detail", ""),
+                ("strings.jsonl", 2, "text,text_2,answer,'=x,Text_3,status,verdict,detail",
+                 "Text is written as Text_3\n")):
+            code, _, err = self.main("export", "--input", name, "--output", "out.csv",
+                                     "--ledger", "%d.jsonl" % ledger)
+            self.assertEqual((code, err.count("taken already")), (0, bool(said)), err)
+            self.assertIn(said, err)
+            self.assertEqual(self.bytes("out.csv").decode().splitlines()[0], header)
+        self.assertIn(b"\na,text,answer,'=x,Text,answered,,", self.bytes("out.csv"))
+        out = self.main("export", "--input", "items.csv", "--ledger", "0.jsonl")[1]
+        row = {"Answer": "1", "text": "a", "status": "open", "score": "-1", "answer_2": "007"}
+        self.assertEqual(pick(json.loads(out), " ".join(row)), tuple(row.values()))
+        self.assertEqual([*json.loads(out)][-2:], ["answer_3", "harness"])
 
     def test_an_export_appears_whole_and_never_over_its_own_input(self):
         self.items_file(3)
@@ -6504,7 +6558,7 @@ class AuditAndApply(EndpointCase):
         self.named(said, "a.jsonl", "b.jsonl")
         for ledgers in (["a.jsonl", "c.jsonl"], ["c.jsonl", "a.jsonl"]):    # there in quarantine
             rows = map(json.loads, self.main(*export, *ledgers)[1].splitlines())
-            found = {(row["status"], row["answer"]) for row in rows}
+            found = {(row["harness"]["status"], row["answer"]) for row in rows}
             self.assertEqual(found, {("answered", "good")})
 
     def test_an_export_can_be_a_database(self):
@@ -6513,7 +6567,7 @@ class AuditAndApply(EndpointCase):
                                           for n, key in enumerate(keys)))
         self.fields({"tone": {"enum": ["a", "b"]}, "tags": {"type": "array"},
                      "id2": {"type": "integer"}})
-        export = ("export", *self.INPUT, "--ledger", "l.jsonl")
+        export = ("export", *self.INPUT, "--ledger", "l.jsonl", "--columns", "all")
         for _ in range(2):
             self.assertEqual(self.main(*export, "--output", "posts.db")[0], 0)
         found = self.sql("SELECT row, status, text, id, tone, tags, id2 FROM answers")
@@ -6524,7 +6578,7 @@ class AuditAndApply(EndpointCase):
 
     def test_an_export_to_a_database_takes_any_name_and_key(self):
         self.write("items.jsonl", '{"id": %s, "text": "a"}\n' % ("9" * 5000))
-        for names, code in ((("tone, all", "x"), 0), (("Text", "x"), 0), (("X", "x"), 2)):
+        for names, code in ((("tone, all", "x"), 0), (("Text", "x"), 0), (("X", "x"), 0)):
             self.fields(dict.fromkeys(names, {"enum": ["a"]}))
             found, _, err = self.main("export", *self.INPUT, "--ledger", "l.jsonl", "--output",
                                       "%s.db" % names[0])
@@ -7002,9 +7056,9 @@ class CommandLine(Case):
         RUN --order x                               invalid choice
         RUN --shard 3/2                             --shard 3/2
         RUN:delay=99999999999999999999              demo
-        RUN --labels only                           plain commas
-        RUN --labels a，b                           plain commas
-        RUN --labels a、b                           plain commas
+        RUN --labels only                           plain comma
+        RUN --labels a，b                           plain comma
+        RUN --labels a、b                           plain comma
         RUN --ledger items.jsonl                    --ledger, --input
         RUN --template $a --text-field b            --template and --text-field
         RUN --table a --query b                     --table and --query
@@ -7207,26 +7261,49 @@ class Readme(Case):
         for (name, base, key, *_), (own, row) in zip(
                 self.table("names the provider:"), bh.PROVIDERS.items()):
             self.assertEqual((name, base if row.base else "", key), (own, row.base, row.key))
-        without = re.search(r"`(\w+)` and `(\w+)` are not known to take one", self.TEXT).groups()
+        without = re.search(r"`(\w+)`\s+and\s+`(\w+)`\s+are\s+not\s+known", self.TEXT).groups()
         self.assertEqual(
             list(without), [name for name, row in bh.PROVIDERS.items() if not row.structured])
 
-    def test_its_offline_commands_run_as_they_stand(self):
-        for name in (PROGRAM, SAMPLE):
-            shutil.copy(name, ".")
+    def commands(self):
+        """The program's own command lines, as a shell hands them over, of every block for it."""
         lines = "\n".join(self.blocks("sh")).replace("\\\n", " ")
-        commands = re.findall(
-            "(?m)^python3 (batch_harness.py .*(?:sample_items.jsonl| report).*)$", lines)
-        self.assertGreater(len(commands), 4)
-        for command in commands:
-            words = shlex.split(command, comments=True)
-            run = subprocess.run([sys.executable, *words], capture_output=True)
-            self.assertIn(run.returncode, (0, 1), (command, run.stderr))
+        return [shlex.split(line.split(" > ")[0])
+                for line in re.findall("(?m)python3 batch_harness.py (.*)$", lines)]
+
+    def test_its_offline_commands_run_and_print_what_it_shows(self):
+        shutil.copy(SAMPLE, ".")
+        self.write("many.txt", "".join("text number %d\n" % n for n in range(1, 401)))
+        self.write("reviews.csv", "review_id,body\n1,Works well.\n")
+        self.write("评论.csv", "编号,内容\n1,很好\n")
+        printed = ""
+        for words in self.commands():
+            line = " ".join(words)
+            if words[0] == "apply" or not re.search(
+                    "sample_items|many.txt|runs/trial|--dry-run|^emit", line):
+                continue
+            code, out, err = self.main(*words)
+            self.assertIn(code, (0, 1), (line, err))
+            printed += out
+        for block in self.blocks("text"):
+            for line in block.splitlines():
+                if '"event"' not in block:
+                    self.assertIn(line, printed.splitlines())
+
+    def test_each_of_its_commands_is_one_the_program_takes(self):
+        for words in self.commands():
+            typed = words if words[0] in bh.COMMANDS else ["run", *words]
+            with self.subTest(words=words):
+                settings = bh.Settings(**vars(bh.parser(typed[0]).parse_args(typed)))
+                bh.check_options(settings)
+
+    def test_its_lines_fit_a_terminal(self):
+        self.assertLessEqual(max(map(len, self.TEXT.splitlines())), 120)
 
     def test_every_option_it_names_exists(self):
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", self.TEXT)
         known = re.findall("--[a-z-]+", bh.OPTIONS)
-        self.assertLessEqual(set(named) - set(known), {"--version"})
+        self.assertLessEqual(set(named) - set(known), {"--version", "--help"})
 
     def test_its_library_examples_run(self):
         class Frame(dict):
@@ -7254,7 +7331,7 @@ class Readme(Case):
                                 '"fields": {"answer": {"enum": ["good", "bad"]}}}')
         reviews = "--input reviews.csv --text-field body --id-field review_id --ledger l.jsonl "
         self.main(*(reviews + "--task task.json --model demo").split())
-        self.main("export", *(reviews + "--output answers.csv").split())
+        self.main("export", *(reviews + "--output answers.csv --columns all").split())
         shutil.copyfile("answers.csv", os.path.join(server.folder, "answers.csv"))
         server.sql("""
             CREATE TABLE reviews
