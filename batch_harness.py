@@ -821,6 +821,7 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
 
 
 NO_TEXT = "the model function returned"
+ID_NOTES: Dict[type, str] = {str: "id_spelling", int: "id_integer"}
 # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say
 # where it has no end.
 REASONING = (
@@ -940,7 +941,7 @@ def _id_of(element: Dict[str, Any], place: int, notes: List[str]) -> str:
     if "id" not in element:
         raise NotOk("missing_id", "element %d has no id" % place)
     named = element["id"]
-    note = {str: "id_spelling", int: "id_integer"}.get(type(named))
+    note = ID_NOTES.get(type(named))
     if note is None:
         raise NotOk("missing_id", "the id of element %d is %s" % (place, kind_of(named)))
     spelled = str(named).strip().lower()
