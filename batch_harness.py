@@ -2473,6 +2473,7 @@ class Speaker:
 # ==================================================================================================
 
 Object = Mapping[str, Any]              # of JSON
+Members = Dict[str, Any]                # of one that is made here
 Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
 Kinds = Mapping[str, str]               # HTTP statuses with a meaning of their own -> the kind
 
@@ -2485,7 +2486,7 @@ class Model(NamedTuple):
     call: Call                          # gives a Reply of members of the right types
     params: Object = {}                 # sent with every request
     workers: int = 4                    # calls in flight where the person says nothing
-    structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
+    structure: Optional[Callable[[Sequence[str]], Members]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
     tick: Callable[[float], None] = lambda now: None
@@ -2512,53 +2513,53 @@ class Provider(NamedTuple):
 
 
 OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
-# anthropic demands a limit; newer models of dashscope think, and bill it, unless told; a 403 of
-# openrouter is its moderation's.
-PROVIDERS = {name: Provider(**row) for name, row in json.loads("""{
-"openai": {
-    "base": "https://api.openai.com/v1", "key": "OPENAI_API_KEY",
-    "base_variable": "OPENAI_BASE_URL", "limit": "max_completion_tokens", "batches": true},
-"anthropic": {
-    "base": "https://api.anthropic.com", "key": "ANTHROPIC_API_KEY",
-    "base_variable": "ANTHROPIC_BASE_URL", "api": "messages", "header": "x-api-key: %s",
-    "defaults": {"max_tokens": 8192},
-    "refused": {
-        "seed": "its API has no such field",
-        "response_format": "its API has no such field",
-        "max_completion_tokens": "its API has no such field"},
-    "versions": {
-        "2026-10-21": {
-            "temperature": "leave it out, or ask under --api-version 2023-06-01",
-            "top_p": "leave it out, or ask under --api-version 2023-06-01",
-            "top_k": "leave it out, or ask under --api-version 2023-06-01"},
-        "2023-06-01": {}},
-    "batches": true},
-"ollama": {
-    "base": "http://127.0.0.1:11434/v1",
-    "refused": {
-        "options": "it is dropped unseen: use a Modelfile",
-        "num_ctx": "it is dropped unseen: use a Modelfile",
-        "think": "it is dropped unseen: use reasoning_effort",
-        "max_completion_tokens": "it is dropped unseen: use max_tokens"}},
-"openrouter": {
-    "base": "https://openrouter.ai/api/v1", "key": "OPENROUTER_API_KEY",
-    "statuses": {"403": "rejected"}},
-"gemini": {
-    "base": "https://generativelanguage.googleapis.com/v1beta/openai", "key": "GEMINI_API_KEY"},
-"deepseek": {
-    "base": "https://api.deepseek.com", "key": "DEEPSEEK_API_KEY", "structured": false},
-"dashscope": {
-    "base": "https://dashscope.aliyuncs.com/compatible-mode/v1", "key": "DASHSCOPE_API_KEY",
-    "defaults": {"enable_thinking": false}, "structured": false, "batches": true},
-"mistral": {
-    "base": "https://api.mistral.ai/v1", "key": "MISTRAL_API_KEY",
-    "refused": {"seed": "write random_seed"}},
-"groq": {
-    "base": "https://api.groq.com/openai/v1", "key": "GROQ_API_KEY", "batches": true},
-"azure": {
-    "base": "", "key": "AZURE_OPENAI_API_KEY", "header": "api-key: %s",
-    "limit": "max_completion_tokens", "batches": true}
-}""").items()}
+PROVIDERS: Dict[str, Provider] = {
+    "openai": Provider(
+        "https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL",
+        limit="max_completion_tokens",
+        batches=True),
+    "anthropic": Provider(
+        "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL",
+        api="messages",
+        header="x-api-key: %s",
+        defaults={"max_tokens": 8192},              # this API demands a limit
+        refused=dict.fromkeys(
+            ("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
+        versions={
+            "2026-10-21": dict.fromkeys(
+                ("temperature", "top_p", "top_k"),
+                "leave it out, or ask under --api-version 2023-06-01"),
+            "2023-06-01": {}},
+        batches=True),
+    "ollama": Provider(
+        "http://127.0.0.1:11434/v1",
+        refused=dict.fromkeys(
+            ("options", "num_ctx", "think", "max_completion_tokens"),
+            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort")),
+    "openrouter": Provider(
+        "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
+        statuses={"403": "rejected"}),              # by its moderation
+    "gemini": Provider(
+        "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
+    "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
+    "dashscope": Provider(
+        "https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
+        defaults={"enable_thinking": False},        # newer models think, and bill it, unless told
+        structured=False,
+        batches=True),
+    "mistral": Provider(
+        "https://api.mistral.ai/v1", "MISTRAL_API_KEY",
+        refused={"seed": "write random_seed"}),
+    "groq": Provider(
+        "https://api.groq.com/openai/v1", "GROQ_API_KEY",
+        statuses={"498": "retry"},                # no capacity now
+        batches=True),
+    "azure": Provider(
+        "", "AZURE_OPENAI_API_KEY",
+        header="api-key: %s",
+        limit="max_completion_tokens",
+        batches=True),
+}
 CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or "
            "py:FILE.py:FUNCTION" % ", ".join(PROVIDERS))
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
@@ -2655,10 +2656,6 @@ def base_url_of(options: Settings, word: str, provider: Provider) -> str:
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url "
                            "https://NAME.../openai/v1" % word)
-    path = APIS[provider.api].path
-    if url.partition("?")[0].rstrip("/").endswith(path):
-        raise HarnessError("the base URL ends in %s, which is added to it here; leave that off"
-                           % path)
     return url
 
 
@@ -2868,7 +2865,8 @@ class Client:
         self._proxy = proxy_for(url)
         self._login = login_of(self._proxy)
         if url.scheme == "https":
-            self._context = tls_context()
+            import ssl
+            self._context = ssl.create_default_context()    # which heeds SSL_CERT_FILE
         elif self._proxy:
             self._path = self.host                      # a proxy is asked for the whole URL
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
@@ -3008,25 +3006,22 @@ class Client:
         if self._proxy:
             where += " through the proxy " + self._proxy.hostname
         name = type(error).__name__
-        words = self.mask(str(error))
+        said = self.mask("%s: %s %s" % (where, name, error))
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            return CallFailed("stop", "the certificate of %s is not accepted: %s; check %s" % (
-                where, error.verify_message, CERTIFICATE))
+            return CallFailed("stop", "no good certificate at %s; check %s" % (said, CERTIFICATE))
         if name == "OverflowError":
-            detail = "%s sent %s; check --base-url" % (where, words)
-            return CallFailed("stop", detail, billed=True)
-        if "Tunnel connection failed: 4" in words:      # http.client's words for a proxy's 4xx
+            return CallFailed("stop", "too much came from %s; check --base-url" % said, billed=True)
+        if "Tunnel connection failed: 4" in said:       # http.client's words for a proxy's 4xx
             return CallFailed("stop", "the proxy %s refuses: %s; fix https_proxy or set no_proxy"
-                              % (self._proxy.hostname, words))
+                              % (self._proxy.hostname, said))
         if connecting:
-            return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url "
-                              "right (http or https)?" % (where, name, words), patience=3)
+            return CallFailed("retry", "cannot reach %s; is it there, and is --base-url right (http "
+                              "or https)?" % said, patience=3)
         if name in ("TimeoutError", "timeout"):
             return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
-        detail = "no whole reply from %s: %s %s" % (where, name, words)
-        return CallFailed("retry", detail, patience=3, billed=billed)
+        return CallFailed("retry", "no whole reply from " + said, patience=3, billed=billed)
 
 
 def has_news(sock: Any) -> bool:
@@ -3104,21 +3099,6 @@ def login_of(proxy: Any) -> Dict[str, str]:
     login = urllib.parse.unquote("%s:%s" % (proxy.username, proxy.password or ""))
     basic = base64.b64encode(login.encode("utf-8")).decode("ascii")
     return {"Proxy-Authorization": "Basic " + basic}
-
-
-def tls_context() -> Any:
-    """What connections over TLS have in common."""
-    import ssl
-    context = ssl.create_default_context()
-    trusted = os.environ.get("SSL_CERT_FILE")
-    if trusted:                             # which is passed over in silence where it is no use
-        try:
-            context.load_verify_locations(trusted)
-        except OSError as error:
-            raise HarnessError(
-                "SSL_CERT_FILE names %s, which holds no certificates that can be read: %s; set it "
-                "to a PEM file, or unset it" % (trusted, error.strerror or error))
-    return context
 
 
 # ---- what an API's words mean: pure ----
@@ -3292,6 +3272,9 @@ def chat_reply(document: Object) -> Optional[Reply]:
                  usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
+CACHED = "cache_creation_input_tokens", "cache_read_input_tokens"     # beside the others
+
+
 def messages_reply(document: Object) -> Optional[Reply]:
     """The Reply in a body of Anthropic's Messages API, or None where there is none."""
     content = document.get("content")
@@ -3300,9 +3283,8 @@ def messages_reply(document: Object) -> Optional[Reply]:
         return None
     usage = an_object(document.get("usage"))
     tokens = usage.get("input_tokens")
-    for name in ("cache_creation_input_tokens", "cache_read_input_tokens"):
-        if type(tokens) is int and type(usage.get(name)) is int:
-            tokens += usage[name]
+    if type(tokens) is int:
+        tokens += sum(usage[name] for name in CACHED if type(usage.get(name)) is int)
     refusal = None
     if finish == "refusal":
         details = an_object(document.get("stop_details"))
@@ -3318,7 +3300,7 @@ class Api(NamedTuple):
     version_header: str
     online: Object                       # sent with each call, but not in a batch job
     reply: Callable[[Object], Optional[Reply]]
-    structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
+    structure: Callable[[Any], Members]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
@@ -3358,7 +3340,7 @@ def sent_schema(schema: Any) -> Object:
     >>> sent_schema({"const": "yes"}), sent_schema({"type": "number", "minimum": 0})
     ({'type': 'string', 'enum': ['yes']}, {'type': 'number'})
     """
-    sent: Dict[str, Any] = {}
+    sent: Members = {}
     labels = labels_of(schema)
     if labels:
         kinds = {next(name for name, fits in TYPES.items() if fits(label)) for label in labels}
@@ -3432,9 +3414,9 @@ class Endpoint(NamedTuple):
         """The Reply of a response, masked; CallFailed where it holds an error or no reply."""
         client, headers = self.client, response.headers
         reply = as_reply(self._read(response, extra))
-        reply = reply._replace(request_id=headers.get("x-request-id") or headers.get("request-id"))
-        if reply.refusal:
-            reply = reply._replace(refusal=client.mask(reply.refusal))
+        reply = reply._replace(
+            request_id=headers.get("x-request-id") or headers.get("request-id"),
+            refusal=client.mask(reply.refusal or ""))
         masked: List[Any] = [
             client.mask_long(word) if isinstance(word, str) else word for word in reply]
         return Reply(*masked)
@@ -3541,20 +3523,17 @@ def function_model(place: str) -> Call:
 
     Whatever it raises is a call that failed.
     """
-    import importlib.util
     import inspect
+    import runpy
     asked = "--model py:" + place
     path, _, name = place.rpartition(":")
     if not os.path.isfile(path) or not path.endswith(".py"):
         raise HarnessError(asked + ": no such Python file; write py:FILE.py:FUNCTION")
-    spec: Any = importlib.util.spec_from_file_location("batch_harness_model", path)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.modules.setdefault("batch_harness", sys.modules[__name__])      # it may import Reply
     try:
-        spec.loader.exec_module(module)
+        function: Any = runpy.run_path(path, run_name="batch_harness_model").get(name)
     except (Exception, SystemExit) as error:
         raise HarnessError("%s: %s: %s; fix the file" % (asked, type(error).__name__, error))
-    function: Any = getattr(module, name, None)
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction
     if not callable(function) or any(kind(function) for kind in kinds):
         raise HarnessError(asked + " is no plain function; write one that takes the prompt and "
@@ -3570,9 +3549,6 @@ def function_model(place: str) -> Call:
             raise CallFailed("retry", "%s raised %s: %s" % (
                 name, type(error).__name__, "".join(map(str, words))), patience=3)
     return call
-
-
-Element = Dict[str, Any]
 
 
 def demo_model(task: Task, settings: str) -> Call:
@@ -3619,10 +3595,10 @@ def demo_model(task: Task, settings: str) -> Call:
     return call
 
 
-def demo_element(task: Task, name: str, text: str) -> Element:
+def demo_element(task: Task, name: str, text: str) -> Members:
     """What the demo model says of one item."""
     number = int(text_digest(unguard(text))[:8], 16)
-    element: Element = {"id": name}
+    element: Members = {"id": name}
     if task.rubric_version is not None:
         element["rubric_version"] = task.rubric_version
     for field, schema in task.fields.items():
@@ -3653,25 +3629,22 @@ def demo_value(schema: Any, number: int) -> Any:
     return next((value for value in values if broken_rule(schema, value) is None), words)
 
 
-def swap_ends(elements: List[Element], dice: Any) -> None:
+def swap_ends(elements: List[Members], dice: Any) -> None:
     """Exchange contents under right ids: no check of shape can see it."""
     first, last = elements[0], elements[-1]
     first["id"], last["id"] = last["id"], first["id"]
     elements.reverse()
 
 
-def invented(dice: Any) -> str:
-    """An id that nobody sent."""
-    return "%012x" % dice.getrandbits(48)
-
-
-ELEMENT_FAULTS: Dict[str, Callable[[List[Element], Any], Any]] = {
+ELEMENT_FAULTS: Dict[str, Callable[[List[Members], Any], Any]] = {
     "drop": lambda elements, dice: elements.pop(dice.randrange(len(elements))),
     "merge": lambda elements, dice: elements.pop() if len(elements) > 1 else None,
     "reorder": lambda elements, dice: elements.reverse(),
-    "rename": lambda elements, dice: dice.choice(elements).update(id=invented(dice)),
+    "rename": lambda elements, dice: dice.choice(elements).update(
+        id="%012x" % dice.getrandbits(48)),
     "repeat": lambda elements, dice: elements.append(dict(dice.choice(elements))),
-    "invent": lambda elements, dice: elements.append(dict(elements[0], id=invented(dice))),
+    "invent": lambda elements, dice: elements.append(
+        dict(elements[0], id="%012x" % dice.getrandbits(48))),
     "swap": swap_ends,
     "field": lambda elements, dice: dice.choice(elements).update(remark="sure"),
     "value": lambda elements, dice: dice.choice(elements).update({list(elements[0])[-1]: None}),
@@ -3711,11 +3684,9 @@ ADVICE = {                              # by the verdict that most of them got
     "rejected": "check the account, --model, --param and these texts",
     "bad_value": "change the labels or the instruction",
 }
-ROUGH = "rough: a token for 4 bytes of prompt, 20 for an answer"
-SAMPLED = 10_000                        # texts that are measured for such an estimate
+SAMPLED = 10_000                        # texts that are measured to estimate what they cost
 Came = Union[Reply, CallFailed]         # for an ask
-Members = Dict[str, Any]                # of a row of the ledger
-Header = Callable[[], Mapping[str, Any]]                # gives those of a run's own row
+Header = Callable[[], Object]           # gives the members of a run's own row
 
 
 class Queued(NamedTuple):
@@ -3792,24 +3763,12 @@ class Pending:
         # Flights met while items are read into batches.
         self._side: Deque[Flight] = collections.deque()
 
-    def apply(self, row: Mapping[str, Any]) -> None:
+    def apply(self, row: Object) -> None:
         """Take in a row of the ledger as it was found."""
         self.state.apply(row)
         mine = row["event"] == "attempt" and row["task"] == self.state.task.fingerprint
         if mine and self.options.price and row["size"] == self.size:
             self.seen.count(row)
-
-    def tokens_to_expect(self, items: int, calls: int, head: str) -> Tuple[float, float, str]:
-        """The tokens of so many items, in and out, and what that rests on."""
-        seen = self.seen
-        known = seen.calls - seen.tokens_unknown
-        if seen.answered and known:
-            times = seen.calls / known * items / seen.answered
-            return seen.tokens_in * times, seen.tokens_out * times, "as on the ledger"
-        texts = [len(row.text.encode("utf-8", "replace"))
-                 for row in itertools.islice(self.source.rows(), SAMPLED)]
-        mean = sum(texts) / max(1, len(texts)) + len('<item id="0123456789ab"></item>')
-        return (calls * len(head.encode("utf-8")) + items * mean) / 4, items * 20.0, ROUGH
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
@@ -3952,21 +3911,6 @@ class Pace:
         return wait
 
 
-class Tally:
-    """What a run came to so far."""
-
-    pending = 0             # items to be asked
-    answered = 0            # items
-    quarantined = 0         # items
-    calls = 0
-    replies = 0
-    failures = 0            # calls without a reply
-    coalesced = 0           # of these, 429s that no row counts yet
-    lost = 0                # replies that could not be written
-    unanswered = 0          # items in collected jobs
-    billed = 0              # calls without a reply that may cost, too
-
-
 class Run:
     """One run: ledger, states, what it came to, and why it stops.
 
@@ -3978,6 +3922,17 @@ class Run:
     code = DONE                         # another one: it stopped early,
     reason = ""                         # and why
     _begun = False                      # its own row is on the ledger
+    # What it came to so far.
+    pending = 0                         # items to be asked
+    answered = 0                        # items
+    quarantined = 0                     # items
+    calls = 0
+    replies = 0
+    failures = 0                        # calls without a reply
+    coalesced = 0                       # of these, 429s that no row counts yet
+    billed = 0                          # of these, calls that may cost, too
+    lost = 0                            # replies that could not be written
+    unanswered = 0                      # items in collected jobs
 
     def __init__(self, task: Task, model: Model, arms: Sequence[Pending],
                  options: Settings) -> None:
@@ -3990,7 +3945,6 @@ class Run:
         self.run_id = os.urandom(6).hex()
         self.lock = threading.Condition()       # notified of all that a waiting thread may act on
         self.signals: List[int] = []
-        self.tally = Tally()
         self.figures = Figures()                # of its attempt rows, as the report counts them
         self.examples: Dict[str, Members] = {}  # verdict -> the first row that has it
         self.left: Dict[str, str] = {}          # item that got no reply -> why
@@ -4015,7 +3969,7 @@ class Run:
             params = self.retry_params
         return build_prompt(ask.items, self.task, self.prompt_head), structure, params
 
-    def settle(self, ask: Ask, came: Came, context: Mapping[str, Any],
+    def settle(self, ask: Ask, came: Came, context: Object,
                sure: bool = False) -> Members:
         """Make a row of what came for an ask, and let it take effect: the only place that does.
 
@@ -4038,19 +3992,18 @@ class Run:
         sure = sure or self.options.keep_going or (certain and self.proven())
         if "quarantined" in whole and not sure:
             row = compact({**whole, "quarantined": None})
-        tally = self.tally
-        tally.replies += 1
+        self.replies += 1
         settled = self._append(row)
         if settled is None:
-            tally.lost += 1
+            self.lost += 1
             return whole
         self.figures.count(row)
         if code == "ok":
-            tally.answered += len(settled)
+            self.answered += len(settled)
             self._fruitless.clear()
             self.confirm()
             return whole
-        tally.quarantined += len(settled)
+        self.quarantined += len(settled)
         if row is not whole:
             self._held.append(whole)
         if not certain and not sure:
@@ -4071,31 +4024,37 @@ class Run:
     def cost_words(self) -> str:
         """What the calls have cost: "cost about 0.42"."""
         words = "about"
-        if self.figures.tokens_unknown or self.tally.billed or self.tally.lost:
+        if self.figures.tokens_unknown or self.billed or self.lost:
             words = "at least"
         return "cost %s %s" % (words, money(self.cost()))
 
     def cost_to_expect(self, pending: Pending, items: int, calls: int) -> str:
         """What so many items at one size will cost, and what that rests on; "": no price."""
-        if not self.options.price:
+        price, seen = self.options.price, pending.seen
+        known = seen.calls - seen.tokens_unknown
+        if not price:
             return ""
-        *tokens, basis = pending.tokens_to_expect(items, calls, self.prompt_head)
-        cost = cost_of(self.options.price, *tokens)
-        return "; cost about %s (%s)" % (money(cost), basis)
+        if seen.answered and known:
+            cost = cost_of(price, seen.tokens_in, seen.tokens_out) * seen.calls / known
+            return "; cost about %s (as on the ledger)" % money(cost * items / seen.answered)
+        texts = [len(row.text.encode()) for row in itertools.islice(pending.source.rows(), SAMPLED)]
+        prompts = calls * len(self.prompt_head) + items * (sum(texts) / max(1, len(texts)) + 31)
+        return "; cost about %s (rough: a token for 4 bytes of prompt, 20 for an answer)" % money(
+            cost_of(price, prompts / 4, 20 * items))
 
     def confirm(self) -> None:
         """Put into quarantine what was held back: a reply was accepted, or nothing is left."""
         held, self._held = self._held, []
         for row in held:
-            self.tally.quarantined += len(self.append_event("quarantine", **set_aside(row)) or ())
+            self.quarantined += len(self.append_event("quarantine", **set_aside(row)) or ())
 
     def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None,
                        **members: Any) -> None:
         """A failure row.  The 429s of one episode are one; the next row counts the others."""
-        coalesced = self.tally.coalesced or None
-        self.tally.coalesced = 0
-        self.tally.failures += 1
-        self.tally.billed += failure.billed
+        coalesced = self.coalesced or None
+        self.coalesced = 0
+        self.failures += 1
+        self.billed += failure.billed
         self.append_event(
             "failure", kind=failure.kind, status=failure.status, wait=wait, billed=failure.billed,
             coalesced=coalesced, batch=ask.ids, attempt=ask.attempt, stage=self.task.stage,
@@ -4136,19 +4095,15 @@ class Run:
             return ""
         code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
         alike = [row for row in rows if row["verdict"] == code]
-        most = ""
-        if code == "bad_value":             # its detail begins with the item
-            values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
-            most = "; most often: " + as_counts(dict(values.most_common(3)))
         advice = ADVICE.get(code, "change the instruction, --batch-size or --model")
-        return "%d calls brought no acceptable reply, as for %s%s; %s (or say --keep-going)" % (
-            len(rows), reply_words(alike[-1], 200), most, advice)
+        return "%d calls brought no acceptable reply, as for %s; %s (or say --keep-going)" % (
+            len(rows), reply_words(alike[-1], 200), advice)
 
     def spent(self, now: float) -> str:
         """Which budget of this run is used up; else ""."""
         options, figures = self.options, self.figures
-        if self.tally.calls == options.max_calls:
-            return "--max-calls %d is reached" % self.tally.calls
+        if self.calls == options.max_calls:
+            return "--max-calls %d is reached" % self.calls
         if now >= self.deadline:
             return "the --deadline of %g s has passed" % (options.deadline or 0)
         if options.max_cost is None:
@@ -4261,8 +4216,8 @@ class Pool:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with run.lock:
-            if run.tally.coalesced:
-                run.append_event("failure", kind="retry", status=429, coalesced=run.tally.coalesced)
+            if run.coalesced:
+                run.append_event("failure", kind="retry", status=429, coalesced=run.coalesced)
             run.written(lambda ledger: ledger.sync())
         if self._error is not None:
             raise self._error
@@ -4311,19 +4266,20 @@ class Pool:
 
     def _progress(self, now: float) -> List[str]:
         """How far the run is, the most wanted first."""
-        tally, figures = self._run.tally, self._run.figures
-        done = tally.answered + tally.quarantined
+        run = self._run
+        figures = run.figures
+        done = run.answered + run.quarantined
         speed = done / (now - self._began)
         wait = self._pace.held_until - now
         told = [
-            (True, "%d/%d items", (done, tally.pending)),
+            (True, "%d/%d items", (done, run.pending)),
             (wait > 1, "waiting %d s", wait),
             (True, "%.1f/min", 60 * speed),
-            (done, "%s left", clock((tally.pending - done) / (speed or 1))),
+            (done, "%s left", clock((run.pending - done) / (speed or 1))),
             (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
-            (self._run.options.price, "%s", self._run.cost_words()),
-            (tally.quarantined, "%d quarantined", tally.quarantined),
-            (tally.failures, "%d failed calls", tally.failures)]
+            (run.options.price, "%s", run.cost_words()),
+            (run.quarantined, "%d quarantined", run.quarantined),
+            (run.failures, "%d failed calls", run.failures)]
         return [words % value for known, words, value in told if known]
 
     # ---- the threads ----
@@ -4359,7 +4315,7 @@ class Pool:
                     run.confirm()
                 break
             if step <= now:
-                run.tally.calls += 1
+                run.calls += 1
                 self._in_flight += 1
                 pace.began(now)
                 if not self._waiting and self._workers < self._most:
@@ -4441,17 +4397,17 @@ class Pool:
         held = now < pace.held_until and failure.status == 429 and not last
         wait = pace.failed(failure, now, self._in_flight + 1)
         patience = failure.patience
-        if run.tally.replies:
+        if run.replies:
             patience = MAX_STRIKES
         if held:
-            run.tally.coalesced += 1
-            run.tally.failures += 1
+            run.coalesced += 1
+            run.failures += 1
         else:
             run.settle(ask, failure, {"wait": round(wait, 3)})
         if failure.wait is not None and failure.wait > min(MAX_WAIT, run.deadline - now):
             run.stop("the endpoint asks to wait %d s, until %s (%s)" % (
                 wait, time.ctime(time.time() + wait), failure.detail), STOPPED)
-        elif last and run.tally.replies:
+        elif last and run.replies:
             self._push(flight.told(ask, REJECTED))      # not asked again like this
             if ask.last_form:
                 run.left.update(dict.fromkeys(ask.ids, failure.detail))
@@ -4924,7 +4880,7 @@ class Intake:
         if run.code:
             return False
         lost = self._verdicts["no reply"]
-        run.tally.unanswered += lost
+        run.unanswered += lost
         if job.collected and not tally["rows"]:
             jobs.say("job %s: nothing new, its results were collected before" % self._name)
         else:
@@ -5007,7 +4963,7 @@ class Intake:
         if ask.attempt > 1 or ask.fallback:
             context["params"] = job.intent.get("retry_params")
         row = run.settle(ask, came, context, bool(sure))
-        run.tally.calls += 1
+        run.calls += 1
         self._tally["rows"] += 1
         self._verdicts[row["verdict"]] += len(ask.items)
         if not self._ids.isdisjoint(row.get("extra", ())):
@@ -5079,11 +5035,11 @@ class Jobs:
     def _collected(self) -> bool:
         """Finish the jobs that are open; whether to go on."""
         run, jobs = self.run, list(self._state.jobs.values())
-        came = run.tally.replies
+        came = run.replies
         for job in jobs:
             if not run.code:
                 self._finish(job)
-        if run.tally.replies > came:
+        if run.replies > came:
             self._fruitless = 0
         elif jobs:
             self._fruitless += 1
@@ -5508,7 +5464,7 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
             run = recorder(options, row["model"], states[name])
             with run.lock:
                 Jobs(run, dict, state, ledger, say).take(job, "file " + options.files[0])
-            left += run.tally.unanswered + run.tally.quarantined
+            left += run.unanswered + run.quarantined
             if run.code:
                 return closing_words(run, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
@@ -7953,7 +7909,7 @@ def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
     asked = min(asked + alone, options.limit or asked + alone)
     alone = min(asked, alone)
     batched = asked - alone
-    run.tally.pending += asked
+    run.pending += asked
     calls = alone + math.ceil(batched / pending.size)
     # How texts fall into batches is not known before.
     cost = run.cost_to_expect(pending, asked, calls)
@@ -8017,7 +7973,7 @@ def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
         for flags in (ANSWERED, QUARANTINED, FROZEN))
     summary = "%d of %d items answered%s, %d quarantined" % (
         answered, items, " (not all on the ledger)" if ledger.astray else "", quarantined)
-    if run.tally.calls:
+    if run.calls:
         out("%s, %d pending" % (summary, items - answered - quarantined))
         out(spent_words(run))
     elif not run.code:
@@ -8035,7 +7991,7 @@ def answered_words(run: Run) -> str:
 
 
 KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
-        "price", "max_cost", "deadline")             # options that stand in a run's row under their own names
+        "price", "max_cost", "deadline")        # options that a run's row has under these names
 
 
 def run_header(run: Run, frozen: InputCount) -> Members:
@@ -8088,11 +8044,11 @@ def say_baseline(run: Run, say: Speaker) -> None:
 
 def spent_words(run: Run) -> str:
     """What a run has spent."""
-    figures, tally = run.figures, run.tally
+    figures = run.figures
     words = ("this run: %d calls, first pass ok %s full batches, %d fallback calls, "
              "%d calls without a reply" % (
-                 tally.calls, rate(figures.first_ok, figures.first), figures.fallbacks,
-                 tally.failures))
+                 run.calls, rate(figures.first_ok, figures.first), figures.fallbacks,
+                 run.failures))
     if figures.tokens_in:
         words += "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out)
     if run.options.price:
@@ -8112,9 +8068,9 @@ def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> in
     if unfrozen and options.command == "run":
         out("the input changed: %d rows that were not there at first were not asked; run again"
             % unfrozen)
-    if run.tally.lost:
+    if run.lost:
         out("%d replies could not be written to the ledger; their calls are made again"
-            % run.tally.lost)
+            % run.lost)
     if run.left and not code:
         code = STOPPED
         reason = "%d items got no reply after %d tries, such as %s (%s)" % (
