@@ -648,9 +648,9 @@ def unguard(text: str) -> str:
 def describe(schema: Any) -> str:
     """A field's schema in the words of the prompt: its rule, and what its author says of it."""
     members = dict(_members_of(schema))
-    about = [" (%s)" % members.pop(word) for word in ABOUT if word in members]
+    about = [members.pop(word) for word in ABOUT if word in members]
     if about:
-        return describe(members) + "".join(about)
+        return "%s (%s)" % (describe(members), ": ".join(about))
     labels = labels_of(schema)
     if labels is not None:
         words = "exactly one of " if len(labels) > 1 else "exactly "
@@ -821,6 +821,7 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
 
 
 NO_TEXT = "the model function returned"
+ID_NOTES: Dict[type, str] = {str: "id_spelling", int: "id_integer"}
 # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say
 # where it has no end.
 REASONING = (
@@ -940,12 +941,10 @@ def _id_of(element: Dict[str, Any], place: int, notes: List[str]) -> str:
     if "id" not in element:
         raise NotOk("missing_id", "element %d has no id" % place)
     named = element["id"]
-    if type(named) not in (str, int):
+    note = ID_NOTES.get(type(named))
+    if note is None:
         raise NotOk("missing_id", "the id of element %d is %s" % (place, kind_of(named)))
     spelled = str(named).strip().lower()
-    note = "id_spelling"
-    if type(named) is int:
-        note = "id_integer"
     if spelled != named and note not in notes:
         notes.append(note)
     return spelled
@@ -1832,13 +1831,12 @@ class Source:
         raise ValueError(words)
 
     def _key(self, record: Dict[str, Any]) -> Optional[str]:
-        name = self._options.id_field
-        if name is None and "id" not in record:
-            return None
-        name = name or "id"
+        name = self._options.id_field or "id"
         try:
             key = member(record, name)
         except KeyError:
+            if self._options.id_field is None:
+                return None
             raise ValueError("no field %s; --id-field names it" % shown(name))
         if isinstance(key, (list, dict)) or isinstance(key, str) and UNFIT.search(key):
             raise ValueError("the id in field %s is %s; it must be a scalar, without a NUL or a "
@@ -6321,7 +6319,8 @@ would cost         | cost           | %(cost)s
 repeated rows      | repeated       | %(repeated)s, not counted
 """)
 ASKED = """
-instruction fields at run input rows items model host params arms batch_size fingerprint stage
+instruction fields examples at run input rows items model host params arms batch_size
+fingerprint stage
 """
 EXPLAINED = """
 outcome target verdict meaning detail answer attempt fallback size batch_id model_string asked

@@ -1097,7 +1097,7 @@ class Prompts(Case):
     def test_title_and_description_stand_beside_the_rule_and_are_none(self):
         told = {"title": "Mood", "description": "how the author feels"}
         for schema, words in (
-            ({"enum": ["up"], **told}, 'exactly "up" (Mood) (how the author feels)'),
+            ({"enum": ["up"], **told}, 'exactly "up" (Mood: how the author feels)'),
             ({"type": "string", "description": "why"}, "a string (why)"),
             ({"title": "T", "minimum": 0}, 'a JSON value that fits the schema {"minimum": 0} (T)'),
             (True, "a JSON value that fits the schema true")
