@@ -4503,13 +4503,13 @@ class Pool:
             self._push([queued], now + wait)
 
 
-# ====================================================================================================
+# ==================================================================================================
 # BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the
 # memory: what is to be made stands there before it is made, under a key that it keeps; what may
 # have been made is looked for before it is submitted again.  Requests are written as they are made;
 # results are read line by line, joined by custom id alone and judged like any reply; a provider's
 # counters are shown and never believed.
-# ====================================================================================================
+# ==================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
 MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB
