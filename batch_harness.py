@@ -7572,14 +7572,14 @@ Exit codes
 WITH_INPUT = ("run", "trial", "emit", "export")     # commands that need one, named bare or not
 
 # Two options that are not given together, and what is said of the first one.
-REFUSED = (
-    ("template", "text_field", "and --text-field say the same; give one of them"),
-    ("table", "query", "and --query say the same; give one of them"),
-    ("task", "instruction", "holds the instruction; leave --instruction out"),
-    ("task", "labels", "holds the labels; leave --labels out"),
-    ("task", "stage", "holds the stage; leave --stage out"),
-    ("max_calls", "batch_api", "means nothing to batch jobs; bound them with --limit"),
-)
+REFUSED = """
+template, text_field, and --text-field say the same; give one of them
+table, query, and --query say the same; give one of them
+task, instruction, holds the instruction; leave --instruction out
+task, labels, holds the labels; leave --labels out
+task, stage, holds the stage; leave --stage out
+max_calls, batch_api, means nothing to batch jobs; bound them with --limit
+"""
 
 
 def spelled(name: str) -> str:
@@ -7594,7 +7594,8 @@ def given(options: Settings, name: str) -> bool:
 
 def check_options(options: Settings) -> None:
     """HarnessError for options that contradict each other, or are given twice."""
-    for name, other, words in REFUSED:
+    for line in REFUSED.strip().split("\n"):
+        name, other, words = line.split(", ")
         if given(options, name) and given(options, other):
             raise HarnessError("%s %s" % (spelled(name), words))
     for name in ("no_wait", "abandon", "finish"):
@@ -7981,16 +7982,15 @@ def say_next(run: Run, answered: int, out: Speaker) -> None:
     """What to type next, in lines that a terminal does not wrap."""
     options = run.options
     state = run.arms[0].state
-    left = state.count(FROZEN) - state.count(ANSWERED) - state.count(QUARANTINED)
+    left = state.count(FROZEN) - state.count(ANSWERED | QUARANTINED)
     if options.command == "trial":
         out("next: " + pasted(Settings(ledger=options.ledger), "report"), wrap=False)
-        return
-    if options.limit and left:
+    elif options.limit and left:
         out("next: the same command again asks more of the %d pending items" % left)
     elif answered and options.input != "-":
+        if options.workers == run.model.workers:
+            options = options._replace(workers=0)
         if options.command == "run" and options.batch_size == 1 and state.sizes is None:
-            if options.workers == run.model.workers:
-                options = options._replace(workers=0)
             out("try size 2: " + pasted(options, "trial"), wrap=False)
         words = ["export", "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]
         if state.other_tasks:
@@ -8009,24 +8009,24 @@ def pasted(options: Settings, command: str, *more: str) -> str:
     """A line for a shell: a command, with those of these options that it has, too."""
     import shlex
     words = ["python3", "batch_harness.py", command, *more]
-    for _, typed, _ in options_of(command):
-        option, takes = option_parts(typed)[-2:]
+    for _, names, takes, _ in options_of(command):
+        option = names[-1]
         name = option[2:].replace("-", "_")
-        if option.startswith("--") and option not in more and given(options, name):
+        if name in Settings._fields and given(options, name):
             words += typed_again(option, takes, getattr(options, name))
     return shlex.join(words)
 
 
 def typed_again(option: str, takes: str, value: Any) -> List[str]:
     """An option with its value, as words."""
+    values = [value]
     if not takes:
         return [option]
     if "=" in takes:
-        return [word for name, part in value
-                for word in (option, "%s=%s" % (name, json.dumps(part)))]
+        values = ["%s=%s" % (name, json.dumps(part)) for name, part in value]
     if takes == "I/N":
-        value = "%d/%d" % value
-    return [option, str(value)]
+        values = ["%d/%d" % value]
+    return [word for value in values for word in (option, str(value))]
 
 
 def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -8068,23 +8068,18 @@ def top_help() -> str:
     return HELP % (WELCOME, "\n".join(GUIDE[::4]), "\n".join(exits))
 
 
-def options_of(command: str) -> Iterator[Tuple[str, str, str]]:
-    """Those of OPTIONS that a command has: group, what is typed, help."""
+def options_of(command: str) -> Iterator[Tuple[str, List[str], str, str]]:
+    """Those of OPTIONS that a command has: group, names, what it takes, help."""
     mine = False
     for line in OPTIONS.strip().split("\n"):
         if not line.startswith(" "):
-            group = line[:-1]
+            title = line[:-1]
         elif not line.startswith("    "):
             mine = command in line.split()
         elif mine:
             typed, words = re.split("  +", line.strip())
-            yield group, typed, words
-
-
-def option_parts(typed: str) -> List[str]:
-    """The short name, if there is one, the name, and what it takes."""
-    names, _, takes = typed.partition(" ")
-    return [*names.split("/"), takes]
+            names, _, takes = typed.partition(" ")
+            yield title, names.split("/"), takes, words
 
 
 def parser(command: str) -> Parser:
@@ -8095,11 +8090,11 @@ def parser(command: str) -> Parser:
         prog="batch_harness " + command, usage="\n".join(["", *examples]), allow_abbrev=False,
         description=purpose[11:], argument_default=argparse.SUPPRESS)
     title = ""
-    for heading, typed, words in options_of(command):
+    for heading, names, takes, words in options_of(command):
         if heading != title:
             group = made.add_argument_group(heading)
         title = heading
-        add_option(group, typed, words)
+        add_option(group, names, takes, words)
     return made
 
 
@@ -8113,7 +8108,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def check_spelling(command: str, words: Sequence[str]) -> None:
     """HarnessError for an option that a command does not have.  Its value may be a secret."""
-    known = [option_parts(typed)[-2] for _, typed, _ in options_of(command)]
+    known = [names[-1] for _, names, _, _ in options_of(command)]
     for word in words:
         name = word.partition("=")[0]
         if re.match(r"--[\w-]+\Z", name) and name not in (*known, "--help"):
@@ -8144,9 +8139,8 @@ def settings_of(words: Sequence[str]) -> Settings:
     return Settings(command=command, **values)
 
 
-def add_option(group: Any, typed: str, words: str) -> None:
+def add_option(group: Any, names: Sequence[str], takes: str, words: str) -> None:
     """Add one option, with what it takes, to a group of argparse's."""
-    *names, takes = option_parts(typed)
     word = takes.rstrip("!+")
     more: Dict[str, Any] = {"metavar": word} if word else {"action": "store_true"}
     if word in TAKES:
@@ -8159,6 +8153,7 @@ def add_option(group: Any, typed: str, words: str) -> None:
         more.update(nargs="+", action="extend")
     if takes.endswith("!"):
         more["required"] = True
+    typed = "%s %s" % (names[-1], takes)
     if typed in FIELDS:
         more["dest"] = FIELDS[typed]
     group.add_argument(*names, help=words, **more)
@@ -8182,12 +8177,12 @@ def say_ending(error: BaseException, say: Speaker) -> int:
     """Say in one line why a command ends; its exit code."""
     import traceback
     where = traceback.extract_tb(error.__traceback__)[-1]
-    for line in getattr(error, "lines", ()):
-        say(re.sub(r"\s*\n\s*", " ", line))
     words, code = next(ending[1:] for ending in ENDINGS if isinstance(error, ending[0]))
+    lines = [*getattr(error, "lines", ())]
     if words:
-        words = words.format(error, where, type(error).__name__)
-        say(re.sub(r"\s*\n\s*", " ", "batch_harness: " + words))
+        lines.append("batch_harness: " + words.format(error, where, type(error).__name__))
+    for line in lines:
+        say(re.sub(r"\s*\n\s*", " ", line))
     return code
 
 

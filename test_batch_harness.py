@@ -2780,6 +2780,14 @@ class Models(EndpointCase):
     REFUSED = table("""
         qwen2.5:7b                                              | ollama:qwen2.5:7b
         llama3                                                  | names no provider
+        llama3                                                  | ollama:llama3?
+        gpt-5-nano                                              | openai:gpt-5-nano?
+        o3                                                      | openai:o3?
+        olmo                                                    | ollama:olmo?
+        claude-x                                                | anthropic:claude-x?
+        gemini-x                                                | gemini:gemini-x?
+        qwen/qwen3:free                                         | openrouter:qwen/qwen3:free?
+        hf.co/a/b:Q4                                            | ollama:hf.co/a/b:Q4?
         opnai:gpt                                               | names no provider
         :x                                                      | names no provider
         openai                                                  | names no model
@@ -6889,6 +6897,56 @@ class CommandLine(Case):
                 statuses = [row["status"] for row in csv.DictReader(file)]
             self.assertEqual(statuses, ["answered", "answered", "skipped"])
 
+    def test_the_input_may_stand_without_its_option(self):
+        self.items_file(2)
+        shutil.copy("items.jsonl", "run")
+        for number, line in enumerate((
+                "items.jsonl -m demo", "-m demo items.jsonl", "run items.jsonl --model demo",
+                "-i items.jsonl -m demo", "items.jsonl -i items.jsonl -m demo",
+                "run run --input-format jsonl -m demo",
+                "./run --input-format jsonl -m demo", "trial items.jsonl -m demo",
+                "emit out.jsonl items.jsonl -m m")):
+            code, out, err = self.typed(line + " --ledger %d" % number)
+            self.assertEqual(code, 0, line + err)
+        self.assertEqual(self.typed("export items.jsonl --ledger 0 -o out.csv")[0], 0)
+
+    def test_what_to_type_next_stands_in_one_line_of_a_narrow_terminal(self):
+        self.items_file(3)
+        asked = self.DEMO + "--labels 'good,not so good' --param temperature=0.5 --ledger "
+        for more, begins in (
+                ("1.jsonl", "try size 2"), ("1.jsonl", "next"), ("2.jsonl --batch-size 2", "next")):
+            with mock.patch.object(bh.Speaker, "width", 40):
+                out = self.typed(asked + more)[1]
+            [line] = re.findall("(?m)^%s: python3 batch_harness.py (.*)" % begins, out)
+            self.assertEqual(self.typed(line)[0], 0, line)
+        self.assertEqual([row["params"] for row in self.rows("1.jsonl", "run")],
+                         [{"temperature": 0.5}] * 2)
+        self.assertNotIn("try size 2", self.typed(asked + "1.jsonl")[1])
+        self.assertRegex(self.typed(asked + "3.jsonl --limit 2")[1],
+                         r"in 0:\d\d, [^\n]+\nnext: the same command again .*1 pending items\n\Z")
+        said = self.typed(self.DEMO.strip() + ":drop=1 --ledger 4.jsonl")[1]
+        [line] = re.findall("see why: python3 batch_harness.py (.*)", said)
+        self.assertIn("quarantined", self.typed(line)[1])
+
+    def test_a_dry_run_with_nothing_to_do_counts_no_calls(self):
+        self.items_file(1)
+        self.typed(self.DEMO)
+        self.assertEqual(self.typed(self.DEMO + "--dry-run")[1].splitlines(), [
+            "1 rows, 1 items: 1 answered, 0 quarantined, 0 pending",
+            "dry run: nothing is pending"])
+
+    OLD = glob.glob(os.path.expanduser("~/.pyenv/versions/[23].[67].*/bin/python"))
+
+    @unittest.skipUnless(OLD, "needs an old Python")
+    def test_an_old_python_is_told_which_one_is_needed(self):
+        words = b"batch_harness: this needs Python 3.8 or newer"
+        for python in self.OLD:
+            run = subprocess.run([python, PROGRAM, "--version"], capture_output=True)
+            with self.subTest(python):
+                self.assertIn(words, run.stderr)
+                if b"SyntaxError" not in run.stderr:
+                    self.assertEqual((run.returncode, run.stderr), (2, words + b"\n"))
+
     # a line: words of its refusal; after RUN what asks about a file of one item
     REFUSED = r"""
         run                                         --input
@@ -6967,6 +7025,20 @@ class CommandLine(Case):
             self.assertEqual(run.stderr, b"")
             for name in names:
                 self.assertIn(name, " ".join(run.stdout.decode().split()))
+
+    def test_the_help_of_a_command_begins_with_three_lines_that_it_understands(self):
+        shutil.copy(SAMPLE, "reviews.csv")
+        for number, name in enumerate(bh.COMMANDS):
+            shown = self.shell("PROGRAM %s --help" % name).stdout.decode()
+            usage, _, rest = shown.partition("\n\n")
+            lines = usage.split("\n")[1:]
+            self.assertEqual(lines, bh.GUIDE[4 * number + 1:4 * number + 4])
+            for line in lines:
+                options = bh.settings_of(shlex.split(line)[2:])
+                bh.check_options(options)
+                self.assertEqual(options.command, name)
+            groups = re.findall("(?m)^([a-z ]+):$", rest)
+            self.assertNotIn("rarely needed", groups[:-1])
 
     def test_the_file_alone_does_everything_isolated_and_without_a_home(self):
         os.mkdir("a \u540d")
