@@ -8169,7 +8169,9 @@ def say_next(run: Run, answered: int, out: Speaker) -> None:
     elif answered and options.input != "-":
         if options.workers == run.model.workers:
             options = options._replace(workers=0)
-        if options.command == "run" and options.batch_size == 1 and state.sizes is None:
+        secret = re.search("[?@]", options.base_url or "")      # a URL may hold a key there
+        first = options.batch_size == 1 and state.sizes is None
+        if options.command == "run" and first and not secret:
             out("try size 2: " + pasted(options, "trial"), wrap=False)
         words = ["export", "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]
         if state.other_tasks:
