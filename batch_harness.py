@@ -2475,7 +2475,6 @@ class Speaker:
 # ==================================================================================================
 
 Object = Mapping[str, Any]              # of JSON
-Members = Dict[str, Any]                # of one that is made here
 Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
 Kinds = Mapping[str, str]               # HTTP statuses with a meaning of their own -> the kind
 
@@ -2488,7 +2487,7 @@ class Model(NamedTuple):
     call: Call                          # gives a Reply of members of the right types
     params: Object = {}                 # sent with every request
     workers: int = 4                    # calls in flight where the person says nothing
-    structure: Optional[Callable[[Sequence[str]], Members]] = None
+    structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
     tick: Callable[[float], None] = lambda now: None
@@ -2515,53 +2514,53 @@ class Provider(NamedTuple):
 
 
 OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
-# anthropic demands a limit; newer models of dashscope think, and bill it, unless told; a 403 of
-# openrouter is its moderation's.
-PROVIDERS = {name: Provider(**row) for name, row in json.loads("""{
-"openai": {
-    "base": "https://api.openai.com/v1", "key": "OPENAI_API_KEY",
-    "base_variable": "OPENAI_BASE_URL", "limit": "max_completion_tokens", "batches": true},
-"anthropic": {
-    "base": "https://api.anthropic.com", "key": "ANTHROPIC_API_KEY",
-    "base_variable": "ANTHROPIC_BASE_URL", "api": "messages", "header": "x-api-key: %s",
-    "defaults": {"max_tokens": 8192},
-    "refused": {
-        "seed": "its API has no such field",
-        "response_format": "its API has no such field",
-        "max_completion_tokens": "its API has no such field"},
-    "versions": {
-        "2026-10-21": {
-            "temperature": "leave it out, or ask under --api-version 2023-06-01",
-            "top_p": "leave it out, or ask under --api-version 2023-06-01",
-            "top_k": "leave it out, or ask under --api-version 2023-06-01"},
-        "2023-06-01": {}},
-    "batches": true},
-"ollama": {
-    "base": "http://127.0.0.1:11434/v1",
-    "refused": {
-        "options": "it is dropped unseen: use a Modelfile",
-        "num_ctx": "it is dropped unseen: use a Modelfile",
-        "think": "it is dropped unseen: use reasoning_effort",
-        "max_completion_tokens": "it is dropped unseen: use max_tokens"}},
-"openrouter": {
-    "base": "https://openrouter.ai/api/v1", "key": "OPENROUTER_API_KEY",
-    "statuses": {"403": "rejected"}},
-"gemini": {
-    "base": "https://generativelanguage.googleapis.com/v1beta/openai", "key": "GEMINI_API_KEY"},
-"deepseek": {
-    "base": "https://api.deepseek.com", "key": "DEEPSEEK_API_KEY", "structured": false},
-"dashscope": {
-    "base": "https://dashscope.aliyuncs.com/compatible-mode/v1", "key": "DASHSCOPE_API_KEY",
-    "defaults": {"enable_thinking": false}, "structured": false, "batches": true},
-"mistral": {
-    "base": "https://api.mistral.ai/v1", "key": "MISTRAL_API_KEY",
-    "refused": {"seed": "write random_seed"}},
-"groq": {
-    "base": "https://api.groq.com/openai/v1", "key": "GROQ_API_KEY", "batches": true},
-"azure": {
-    "base": "", "key": "AZURE_OPENAI_API_KEY", "header": "api-key: %s",
-    "limit": "max_completion_tokens", "batches": true}
-}""").items()}
+PROVIDERS: Dict[str, Provider] = {
+    "openai": Provider(
+        "https://api.openai.com/v1", "OPENAI_API_KEY", "OPENAI_BASE_URL",
+        limit="max_completion_tokens",
+        batches=True),
+    "anthropic": Provider(
+        "https://api.anthropic.com", "ANTHROPIC_API_KEY", "ANTHROPIC_BASE_URL",
+        api="messages",
+        header="x-api-key: %s",
+        defaults={"max_tokens": 8192},              # this API demands a limit
+        refused=dict.fromkeys(
+            ("seed", "response_format", "max_completion_tokens"), "its API has no such field"),
+        versions={
+            "2026-10-21": dict.fromkeys(
+                ("temperature", "top_p", "top_k"),
+                "leave it out, or ask under --api-version 2023-06-01"),
+            "2023-06-01": {}},
+        batches=True),
+    "ollama": Provider(
+        "http://127.0.0.1:11434/v1",
+        refused=dict.fromkeys(
+            ("options", "num_ctx", "think", "max_completion_tokens"),
+            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort")),
+    "openrouter": Provider(
+        "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
+        statuses={"403": "rejected"}),              # by its moderation
+    "gemini": Provider(
+        "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
+    "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
+    "dashscope": Provider(
+        "https://dashscope.aliyuncs.com/compatible-mode/v1", "DASHSCOPE_API_KEY",
+        defaults={"enable_thinking": False},        # newer models think, and bill it, unless told
+        structured=False,
+        batches=True),
+    "mistral": Provider(
+        "https://api.mistral.ai/v1", "MISTRAL_API_KEY",
+        refused={"seed": "write random_seed"}),
+    "groq": Provider(
+        "https://api.groq.com/openai/v1", "GROQ_API_KEY",
+        statuses={"498": "retry"},                # no capacity now
+        batches=True),
+    "azure": Provider(
+        "", "AZURE_OPENAI_API_KEY",
+        header="api-key: %s",
+        limit="max_completion_tokens",
+        batches=True),
+}
 CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or "
            "py:FILE.py:FUNCTION" % ", ".join(PROVIDERS))
 # How the names of a provider's models begin, where a name has no provider.
@@ -2663,6 +2662,10 @@ def base_url_of(options: Settings, word: str, provider: Provider) -> str:
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url "
                            "https://NAME.../openai/v1" % word)
+    path = APIS[provider.api].path
+    if url.partition("?")[0].rstrip("/").endswith(path):
+        raise HarnessError("the base URL ends in %s, which is added to it here; leave that off"
+                           % path)
     return url
 
 
@@ -2872,8 +2875,7 @@ class Client:
         self._proxy = proxy_for(url)
         self._login = login_of(self._proxy)
         if url.scheme == "https":
-            import ssl
-            self._context = ssl.create_default_context()    # which heeds SSL_CERT_FILE
+            self._context = tls_context()
         elif self._proxy:
             self._path = self.host                      # a proxy is asked for the whole URL
             self._headers += ["%s: %s" % entry for entry in self._login.items()]
@@ -3013,22 +3015,25 @@ class Client:
         if self._proxy:
             where += " through the proxy " + self._proxy.hostname
         name = type(error).__name__
-        said = self.mask("%s: %s %s" % (where, name, error))
+        words = self.mask(str(error))
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            return CallFailed("stop", "no good certificate at %s; check %s" % (said, CERTIFICATE))
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; check %s" % (
+                where, error.verify_message, CERTIFICATE))
         if name == "OverflowError":
-            return CallFailed("stop", "too much came from %s; check --base-url" % said, billed=True)
-        if "Tunnel connection failed: 4" in said:       # http.client's words for a proxy's 4xx
+            detail = "%s sent %s; check --base-url" % (where, words)
+            return CallFailed("stop", detail, billed=True)
+        if "Tunnel connection failed: 4" in words:      # http.client's words for a proxy's 4xx
             return CallFailed("stop", "the proxy %s refuses: %s; fix https_proxy or set no_proxy"
-                              % (self._proxy.hostname, said))
+                              % (self._proxy.hostname, words))
         if connecting:
-            return CallFailed("retry", "cannot reach %s; is it there, and is --base-url right (http "
-                              "or https)?" % said, patience=3)
+            return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url "
+                              "right (http or https)?" % (where, name, words), patience=3)
         if name in ("TimeoutError", "timeout"):
             return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
-        return CallFailed("retry", "no whole reply from " + said, patience=3, billed=billed)
+        detail = "no whole reply from %s: %s %s" % (where, name, words)
+        return CallFailed("retry", detail, patience=3, billed=billed)
 
 
 def has_news(sock: Any) -> bool:
@@ -3106,6 +3111,21 @@ def login_of(proxy: Any) -> Dict[str, str]:
     login = urllib.parse.unquote("%s:%s" % (proxy.username, proxy.password or ""))
     basic = base64.b64encode(login.encode("utf-8")).decode("ascii")
     return {"Proxy-Authorization": "Basic " + basic}
+
+
+def tls_context() -> Any:
+    """What connections over TLS have in common."""
+    import ssl
+    context = ssl.create_default_context()
+    trusted = os.environ.get("SSL_CERT_FILE")
+    if trusted:                             # which is passed over in silence where it is no use
+        try:
+            context.load_verify_locations(trusted)
+        except OSError as error:
+            raise HarnessError(
+                "SSL_CERT_FILE names %s, which holds no certificates that can be read: %s; set it "
+                "to a PEM file, or unset it" % (trusted, error.strerror or error))
+    return context
 
 
 # ---- what an API's words mean: pure ----
@@ -3279,9 +3299,6 @@ def chat_reply(document: Object) -> Optional[Reply]:
                  usage.get("prompt_tokens"), usage.get("completion_tokens"))
 
 
-CACHED = "cache_creation_input_tokens", "cache_read_input_tokens"     # beside the others
-
-
 def messages_reply(document: Object) -> Optional[Reply]:
     """The Reply in a body of Anthropic's Messages API, or None where there is none."""
     content = document.get("content")
@@ -3290,8 +3307,9 @@ def messages_reply(document: Object) -> Optional[Reply]:
         return None
     usage = an_object(document.get("usage"))
     tokens = usage.get("input_tokens")
-    if type(tokens) is int:
-        tokens += sum(usage[name] for name in CACHED if type(usage.get(name)) is int)
+    for name in ("cache_creation_input_tokens", "cache_read_input_tokens"):
+        if type(tokens) is int and type(usage.get(name)) is int:
+            tokens += usage[name]
     refusal = None
     if finish == "refusal":
         details = an_object(document.get("stop_details"))
@@ -3307,7 +3325,7 @@ class Api(NamedTuple):
     version_header: str
     online: Object                       # sent with each call, but not in a batch job
     reply: Callable[[Object], Optional[Reply]]
-    structure: Callable[[Any], Members]      # schema -> what to add to the request
+    structure: Callable[[Any], Dict[str, Any]]      # schema -> what to add to the request
 
 
 APIS: Dict[str, Api] = {
@@ -3347,7 +3365,7 @@ def sent_schema(schema: Any) -> Object:
     >>> sent_schema({"const": "yes"}), sent_schema({"type": "number", "minimum": 0})
     ({'type': 'string', 'enum': ['yes']}, {'type': 'number'})
     """
-    sent: Members = {}
+    sent: Dict[str, Any] = {}
     labels = labels_of(schema)
     if labels:
         kinds = {next(name for name, fits in TYPES.items() if fits(label)) for label in labels}
@@ -3421,9 +3439,9 @@ class Endpoint(NamedTuple):
         """The Reply of a response, masked; CallFailed where it holds an error or no reply."""
         client, headers = self.client, response.headers
         reply = as_reply(self._read(response, extra))
-        reply = reply._replace(
-            request_id=headers.get("x-request-id") or headers.get("request-id"),
-            refusal=client.mask(reply.refusal or ""))
+        reply = reply._replace(request_id=headers.get("x-request-id") or headers.get("request-id"))
+        if reply.refusal:
+            reply = reply._replace(refusal=client.mask(reply.refusal))
         masked: List[Any] = [
             client.mask_long(word) if isinstance(word, str) else word for word in reply]
         return Reply(*masked)
@@ -3530,17 +3548,20 @@ def function_model(place: str) -> Call:
 
     Whatever it raises is a call that failed.
     """
+    import importlib.util
     import inspect
-    import runpy
     asked = "--model py:" + place
     path, _, name = place.rpartition(":")
     if not os.path.isfile(path) or not path.endswith(".py"):
         raise HarnessError(asked + ": no such Python file; write py:FILE.py:FUNCTION")
+    spec: Any = importlib.util.spec_from_file_location("batch_harness_model", path)
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.modules.setdefault("batch_harness", sys.modules[__name__])      # it may import Reply
     try:
-        function: Any = runpy.run_path(path, run_name="batch_harness_model").get(name)
+        spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         raise HarnessError("%s: %s: %s; fix the file" % (asked, type(error).__name__, error))
+    function: Any = getattr(module, name, None)
     kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction
     if not callable(function) or any(kind(function) for kind in kinds):
         raise HarnessError(asked + " is no plain function; write one that takes the prompt and "
@@ -3556,6 +3577,9 @@ def function_model(place: str) -> Call:
             raise CallFailed("retry", "%s raised %s: %s" % (
                 name, type(error).__name__, "".join(map(str, words))), patience=3)
     return call
+
+
+Element = Dict[str, Any]
 
 
 def demo_model(task: Task, settings: str) -> Call:
@@ -3602,10 +3626,10 @@ def demo_model(task: Task, settings: str) -> Call:
     return call
 
 
-def demo_element(task: Task, name: str, text: str) -> Members:
+def demo_element(task: Task, name: str, text: str) -> Element:
     """What the demo model says of one item."""
     number = int(text_digest(unguard(text))[:8], 16)
-    element: Members = {"id": name}
+    element: Element = {"id": name}
     if task.rubric_version is not None:
         element["rubric_version"] = task.rubric_version
     for field, schema in task.fields.items():
@@ -3636,22 +3660,25 @@ def demo_value(schema: Any, number: int) -> Any:
     return next((value for value in values if broken_rule(schema, value) is None), words)
 
 
-def swap_ends(elements: List[Members], dice: Any) -> None:
+def swap_ends(elements: List[Element], dice: Any) -> None:
     """Exchange contents under right ids: no check of shape can see it."""
     first, last = elements[0], elements[-1]
     first["id"], last["id"] = last["id"], first["id"]
     elements.reverse()
 
 
-ELEMENT_FAULTS: Dict[str, Callable[[List[Members], Any], Any]] = {
+def invented(dice: Any) -> str:
+    """An id that nobody sent."""
+    return "%012x" % dice.getrandbits(48)
+
+
+ELEMENT_FAULTS: Dict[str, Callable[[List[Element], Any], Any]] = {
     "drop": lambda elements, dice: elements.pop(dice.randrange(len(elements))),
     "merge": lambda elements, dice: elements.pop() if len(elements) > 1 else None,
     "reorder": lambda elements, dice: elements.reverse(),
-    "rename": lambda elements, dice: dice.choice(elements).update(
-        id="%012x" % dice.getrandbits(48)),
+    "rename": lambda elements, dice: dice.choice(elements).update(id=invented(dice)),
     "repeat": lambda elements, dice: elements.append(dict(dice.choice(elements))),
-    "invent": lambda elements, dice: elements.append(
-        dict(elements[0], id="%012x" % dice.getrandbits(48))),
+    "invent": lambda elements, dice: elements.append(dict(elements[0], id=invented(dice))),
     "swap": swap_ends,
     "field": lambda elements, dice: dice.choice(elements).update(remark="sure"),
     "value": lambda elements, dice: dice.choice(elements).update({list(elements[0])[-1]: None}),
@@ -3691,9 +3718,11 @@ ADVICE = {                              # by the verdict that most of them got
     "rejected": "check the account, --model, --param and these texts",
     "bad_value": "change the labels or the instruction",
 }
-SAMPLED = 10_000                        # texts that are measured to estimate what they cost
+ROUGH = "rough: a token for 4 bytes of prompt, 20 for an answer"
+SAMPLED = 10_000                        # texts that are measured for such an estimate
 Came = Union[Reply, CallFailed]         # for an ask
-Header = Callable[[], Object]           # gives the members of a run's own row
+Members = Dict[str, Any]                # of a row of the ledger
+Header = Callable[[], Mapping[str, Any]]                # gives those of a run's own row
 
 
 class Queued(NamedTuple):
@@ -3770,12 +3799,24 @@ class Pending:
         # Flights met while items are read into batches.
         self._side: Deque[Flight] = collections.deque()
 
-    def apply(self, row: Object) -> None:
+    def apply(self, row: Mapping[str, Any]) -> None:
         """Take in a row of the ledger as it was found."""
         self.state.apply(row)
         mine = row["event"] == "attempt" and row["task"] == self.state.task.fingerprint
         if mine and self.options.price and row["size"] == self.size:
             self.seen.count(row)
+
+    def tokens_to_expect(self, items: int, calls: int, head: str) -> Tuple[float, float, str]:
+        """The tokens of so many items, in and out, and what that rests on."""
+        seen = self.seen
+        known = seen.calls - seen.tokens_unknown
+        if seen.answered and known:
+            times = seen.calls / known * items / seen.answered
+            return seen.tokens_in * times, seen.tokens_out * times, "as on the ledger"
+        texts = [len(row.text.encode("utf-8", "replace"))
+                 for row in itertools.islice(self.source.rows(), SAMPLED)]
+        mean = sum(texts) / max(1, len(texts)) + len('<item id="0123456789ab"></item>')
+        return (calls * len(head.encode("utf-8")) + items * mean) / 4, items * 20.0, ROUGH
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
@@ -3918,6 +3959,21 @@ class Pace:
         return wait
 
 
+class Tally:
+    """What a run came to so far."""
+
+    pending = 0             # items to be asked
+    answered = 0            # items
+    quarantined = 0         # items
+    calls = 0
+    replies = 0
+    failures = 0            # calls without a reply
+    coalesced = 0           # of these, 429s that no row counts yet
+    lost = 0                # replies that could not be written
+    unanswered = 0          # items in collected jobs
+    billed = 0              # calls without a reply that may cost, too
+
+
 class Run:
     """One run: ledger, states, what it came to, and why it stops.
 
@@ -3929,17 +3985,6 @@ class Run:
     code = DONE                         # another one: it stopped early,
     reason = ""                         # and why
     _begun = False                      # its own row is on the ledger
-    # What it came to so far.
-    pending = 0                         # items to be asked
-    answered = 0                        # items
-    quarantined = 0                     # items
-    calls = 0
-    replies = 0
-    failures = 0                        # calls without a reply
-    coalesced = 0                       # of these, 429s that no row counts yet
-    billed = 0                          # of these, calls that may cost, too
-    lost = 0                            # replies that could not be written
-    unanswered = 0                      # items in collected jobs
 
     def __init__(self, task: Task, model: Model, arms: Sequence[Pending],
                  options: Settings) -> None:
@@ -3952,6 +3997,7 @@ class Run:
         self.run_id = os.urandom(6).hex()
         self.lock = threading.Condition()       # notified of all that a waiting thread may act on
         self.signals: List[int] = []
+        self.tally = Tally()
         self.figures = Figures()                # of its attempt rows, as the report counts them
         self.examples: Dict[str, Members] = {}  # verdict -> the first row that has it
         self.left: Dict[str, str] = {}          # item that got no reply -> why
@@ -3976,7 +4022,7 @@ class Run:
             params = self.retry_params
         return build_prompt(ask.items, self.task, self.prompt_head), structure, params
 
-    def settle(self, ask: Ask, came: Came, context: Object,
+    def settle(self, ask: Ask, came: Came, context: Mapping[str, Any],
                sure: bool = False) -> Members:
         """Make a row of what came for an ask, and let it take effect: the only place that does.
 
@@ -3999,18 +4045,19 @@ class Run:
         sure = sure or self.options.keep_going or (certain and self.proven())
         if "quarantined" in whole and not sure:
             row = compact({**whole, "quarantined": None})
-        self.replies += 1
+        tally = self.tally
+        tally.replies += 1
         settled = self._append(row)
         if settled is None:
-            self.lost += 1
+            tally.lost += 1
             return whole
         self.figures.count(row)
         if code == "ok":
-            self.answered += len(settled)
+            tally.answered += len(settled)
             self._fruitless.clear()
             self.confirm()
             return whole
-        self.quarantined += len(settled)
+        tally.quarantined += len(settled)
         if row is not whole:
             self._held.append(whole)
         if not certain and not sure:
@@ -4031,37 +4078,31 @@ class Run:
     def cost_words(self) -> str:
         """What the calls have cost: "cost about 0.42"."""
         words = "about"
-        if self.figures.tokens_unknown or self.billed or self.lost:
+        if self.figures.tokens_unknown or self.tally.billed or self.tally.lost:
             words = "at least"
         return "cost %s %s" % (words, money(self.cost()))
 
     def cost_to_expect(self, pending: Pending, items: int, calls: int) -> str:
         """What so many items at one size will cost, and what that rests on; "": no price."""
-        price, seen = self.options.price, pending.seen
-        known = seen.calls - seen.tokens_unknown
-        if not price:
+        if not self.options.price:
             return ""
-        if seen.answered and known:
-            cost = cost_of(price, seen.tokens_in, seen.tokens_out) * seen.calls / known
-            return "; cost about %s (as on the ledger)" % money(cost * items / seen.answered)
-        texts = [len(row.text.encode()) for row in itertools.islice(pending.source.rows(), SAMPLED)]
-        prompts = calls * len(self.prompt_head) + items * (sum(texts) / max(1, len(texts)) + 31)
-        return "; cost about %s (rough: a token for 4 bytes of prompt, 20 for an answer)" % money(
-            cost_of(price, prompts / 4, 20 * items))
+        *tokens, basis = pending.tokens_to_expect(items, calls, self.prompt_head)
+        cost = cost_of(self.options.price, *tokens)
+        return "; cost about %s (%s)" % (money(cost), basis)
 
     def confirm(self) -> None:
         """Put into quarantine what was held back: a reply was accepted, or nothing is left."""
         held, self._held = self._held, []
         for row in held:
-            self.quarantined += len(self.append_event("quarantine", **set_aside(row)) or ())
+            self.tally.quarantined += len(self.append_event("quarantine", **set_aside(row)) or ())
 
     def append_failure(self, ask: Ask, failure: CallFailed, wait: Optional[float] = None,
                        **members: Any) -> None:
         """A failure row.  The 429s of one episode are one; the next row counts the others."""
-        coalesced = self.coalesced or None
-        self.coalesced = 0
-        self.failures += 1
-        self.billed += failure.billed
+        coalesced = self.tally.coalesced or None
+        self.tally.coalesced = 0
+        self.tally.failures += 1
+        self.tally.billed += failure.billed
         self.append_event(
             "failure", kind=failure.kind, status=failure.status, wait=wait, billed=failure.billed,
             coalesced=coalesced, batch=ask.ids, attempt=ask.attempt, stage=self.task.stage,
@@ -4102,15 +4143,19 @@ class Run:
             return ""
         code = collections.Counter(row["verdict"] for row in rows).most_common(1)[0][0]
         alike = [row for row in rows if row["verdict"] == code]
+        most = ""
+        if code == "bad_value":             # its detail begins with the item
+            values = collections.Counter(row["detail"].partition(": ")[2] for row in alike)
+            most = "; most often: " + as_counts(dict(values.most_common(3)))
         advice = ADVICE.get(code, "change the instruction, --batch-size or --model")
-        return "%d calls brought no acceptable reply, as for %s; %s (or say --keep-going)" % (
-            len(rows), reply_words(alike[-1], 200), advice)
+        return "%d calls brought no acceptable reply, as for %s%s; %s (or say --keep-going)" % (
+            len(rows), reply_words(alike[-1], 200), most, advice)
 
     def spent(self, now: float) -> str:
         """Which budget of this run is used up; else ""."""
         options, figures = self.options, self.figures
-        if self.calls == options.max_calls:
-            return "--max-calls %d is reached" % self.calls
+        if self.tally.calls == options.max_calls:
+            return "--max-calls %d is reached" % self.tally.calls
         if now >= self.deadline:
             return "the --deadline of %g s has passed" % (options.deadline or 0)
         if options.max_cost is None:
@@ -4223,8 +4268,8 @@ class Pool:
             for number, handler in before.items():
                 signal.signal(number, handler)
         with run.lock:
-            if run.coalesced:
-                run.append_event("failure", kind="retry", status=429, coalesced=run.coalesced)
+            if run.tally.coalesced:
+                run.append_event("failure", kind="retry", status=429, coalesced=run.tally.coalesced)
             run.written(lambda ledger: ledger.sync())
         if self._error is not None:
             raise self._error
@@ -4273,20 +4318,19 @@ class Pool:
 
     def _progress(self, now: float) -> List[str]:
         """How far the run is, the most wanted first."""
-        run = self._run
-        figures = run.figures
-        done = run.answered + run.quarantined
+        tally, figures = self._run.tally, self._run.figures
+        done = tally.answered + tally.quarantined
         speed = done / (now - self._began)
         wait = self._pace.held_until - now
         told = [
-            (True, "%d/%d items", (done, run.pending)),
+            (True, "%d/%d items", (done, tally.pending)),
             (wait > 1, "waiting %d s", wait),
             (True, "%.1f/min", 60 * speed),
-            (done, "%s left", clock((run.pending - done) / (speed or 1))),
+            (done, "%s left", clock((tally.pending - done) / (speed or 1))),
             (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
-            (run.options.price, "%s", run.cost_words()),
-            (run.quarantined, "%d quarantined", run.quarantined),
-            (run.failures, "%d failed calls", run.failures)]
+            (self._run.options.price, "%s", self._run.cost_words()),
+            (tally.quarantined, "%d quarantined", tally.quarantined),
+            (tally.failures, "%d failed calls", tally.failures)]
         return [words % value for known, words, value in told if known]
 
     # ---- the threads ----
@@ -4322,7 +4366,7 @@ class Pool:
                     run.confirm()
                 break
             if step <= now:
-                run.calls += 1
+                run.tally.calls += 1
                 self._in_flight += 1
                 pace.began(now)
                 if not self._waiting and self._workers < self._most:
@@ -4404,17 +4448,17 @@ class Pool:
         held = now < pace.held_until and failure.status == 429 and not last
         wait = pace.failed(failure, now, self._in_flight + 1)
         patience = failure.patience
-        if run.replies:
+        if run.tally.replies:
             patience = MAX_STRIKES
         if held:
-            run.coalesced += 1
-            run.failures += 1
+            run.tally.coalesced += 1
+            run.tally.failures += 1
         else:
             run.settle(ask, failure, {"wait": round(wait, 3)})
         if failure.wait is not None and failure.wait > min(MAX_WAIT, run.deadline - now):
             run.stop("the endpoint asks to wait %d s, until %s (%s)" % (
                 wait, time.ctime(time.time() + wait), failure.detail), STOPPED)
-        elif last and run.replies:
+        elif last and run.tally.replies:
             self._push(flight.told(ask, REJECTED))      # not asked again like this
             if ask.last_form:
                 run.left.update(dict.fromkeys(ask.ids, failure.detail))
@@ -4428,11 +4472,11 @@ class Pool:
 
 
 # ====================================================================================================
-# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory:
-# what is to be made stands there before it is made, under a key that it keeps; what may have been made
-# is looked for before it is submitted again.  Requests are written as they are made; results are read
-# line by line, joined by custom id alone and judged like any reply; a provider's counters are shown and
-# never believed.
+# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the
+# memory: what is to be made stands there before it is made, under a key that it keeps; what may
+# have been made is looked for before it is submitted again.  Requests are written as they are made;
+# results are read line by line, joined by custom id alone and judged like any reply; a provider's
+# counters are shown and never believed.
 # ====================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
@@ -4444,11 +4488,11 @@ SKEW = datetime.timedelta(days=1)       # by which the clocks here and there may
 TRIES = 3                               # of what fails, and of rounds that bring no reply
 GONE = 6                                # looks in a row that do not find a job
 ABSENT = 404, 410
-MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
+MAX_TROUBLES = 36                       # failures in a row, over two hours or more, that end a run
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
-# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.  A file
-# that was just uploaded may not be seen before.
+# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.
+# A file that was just uploaded may not be seen before.
 NOT_MADE: Dict[Optional[int], Tuple[int, str]] = {
     **dict.fromkeys((400, 401, 402, 403, 404, 413, 422), (TRIES, "")),
     **dict.fromkeys((405, 501), (1, "; there is no batch engine: leave --batch-api out"))}
@@ -4456,7 +4500,7 @@ UPLOAD = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
           'Content-Disposition: form-data; name="file"; filename="batch_harness-%s.jsonl"\r\n'
           'Content-Type: application/jsonl\r\n\r\n')
 CUSTOM_ID = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z")
-RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
+RESULT = frozenset({"response", "error", "result", "event"})    # a result, or a row, has one
 ENDED = frozenset({"completed", "failed", "expired", "cancelled", "ended"})
 
 
@@ -4511,17 +4555,19 @@ def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
     """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status."""
     files = filter(None, map(document.get, engine.places))
     counters = an_object(document.get("request_counts"))
-    faults = an_object(document.get("errors")).get("data") or ()
-    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
-             for fault in faults]
+    metadata = an_object(document.get("metadata"))
+    faults = an_object(document.get("errors")).get("data")
+    errors = ""
+    if faults:
+        errors = shown(faults, MAX_KEPT)
     return JobStatus(
         name=str(document.get("id")),
         status=str(document.get("processing_status") or document.get("status")).lower(),
         counts={word: count for word, count in counters.items() if type(count) is int},
         places=[engine.results % in_path(file) for file in files],
         made=moment_of(document.get("created_at")),
-        marks=[an_object(document.get("metadata")).get("batch_harness"), document.get("input_file_id")],
-        errors="; ".join(words))
+        marks=[metadata.get("batch_harness"), document.get("input_file_id")],
+        errors=errors)
 
 
 def in_path(name: Any) -> str:
@@ -4538,19 +4584,12 @@ def moment_of(stamp: Any) -> datetime.datetime:
 
 
 def numbered(document: Any) -> Tuple[str, int]:
-    """The key of the job and the number of the request in a custom id; "" and 0 where there is none."""
-    found = CUSTOM_ID.match(str(an_object(document).get("custom_id")))
-    if found is None:
+    """Key of the job and number of the request in the custom id of a result; "" and 0 of none."""
+    members = an_object(document)
+    found = CUSTOM_ID.match(str(members.get("custom_id")))
+    if found is None or not members.keys() & RESULT:
         return "", 0
     return found[1], int(found[2])
-
-
-def result_of(line: bytes) -> Tuple[str, int]:
-    """Key and number, as in numbered, of a line of results."""
-    document = an_object(decoded(line))
-    if document.keys() & RESULT:
-        return numbered(document)
-    return "", 0
 
 
 def outcome_of(line: Mapping[str, Any]) -> Tuple[Any, Any, Any]:
@@ -4711,7 +4750,7 @@ def parts_of(path: str, size: int) -> Iterator[bytes]:
 
 
 def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines in the parts of a file, without line feeds.  One beyond all measure comes in pieces."""
+    """The lines in the parts of a file, without line feeds; one beyond all measure in pieces."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -4756,7 +4795,8 @@ def _is_request(request: Any) -> bool:
         ask = ask_of(request)
         names = {name for name in request["batch"] if len(name) >= ID_LENGTH}
         keys = [_source_value(source) for source in request["sources"] if source is not None]
-        sizes = {len(names), len(set(request["text_sha"])), len(request["sources"]), len(request["batch"])}
+        digests = set(request["text_sha"])
+        sizes = {len(names), len(digests), len(request["sources"]), len(request["batch"])}
         return (len(sizes) == 1 and is_row({**LIKE_A_ROW, **request}) and len(ask.batch_id) == 12
                 and not any(isinstance(key, (list, dict)) for key in keys))
     return False
@@ -4855,8 +4895,8 @@ MISSING, DIFFERENT = -2, -1             # in place of where the line for a reque
 class Intake:
     """Takes in a file of results of one job.
 
-    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong is
-    named.
+    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong
+    is named.
     """
 
     def __init__(self, jobs: Jobs, job: OpenJob, name: str, file: IO[bytes]) -> None:
@@ -4887,7 +4927,7 @@ class Intake:
         if run.code:
             return False
         lost = self._verdicts["no reply"]
-        run.unanswered += lost
+        run.tally.unanswered += lost
         if job.collected and not tally["rows"]:
             jobs.say("job %s: nothing new, its results were collected before" % self._name)
         else:
@@ -4918,7 +4958,7 @@ class Intake:
 
     def _joined(self, line: bytes, place: int) -> str:
         """Join a line that begins at a byte; what is the matter with it."""
-        key, number = result_of(line)
+        key, number = numbered(decoded(line))
         if key != self._job.key or number > self._job.size:
             return "unknown"
         before = self._places[number]
@@ -4970,7 +5010,7 @@ class Intake:
         if ask.attempt > 1 or ask.fallback:
             context["params"] = job.intent.get("retry_params")
         row = run.settle(ask, came, context, bool(sure))
-        run.calls += 1
+        run.tally.calls += 1
         self._tally["rows"] += 1
         self._verdicts[row["verdict"]] += len(ask.items)
         if not self._ids.isdisjoint(row.get("extra", ())):
@@ -4993,6 +5033,7 @@ def note(say: Speaker, tally: Counter[str], job: str, what: str, words: str) -> 
 def line_words(line: bytes) -> str:
     """How a line begins."""
     return shown(line[:80].decode("utf-8", "replace"))
+
 
 class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
@@ -5032,7 +5073,7 @@ class Jobs:
                 signal.signal(number, handler)
 
     def _tick(self, over: threading.Event) -> None:
-        """In a thread: end calls that are overdue, and those that only look where the run is to end."""
+        """In a thread: end calls that are overdue; those that only look where the run is to end."""
         while not over.wait(0.2):
             now = time.monotonic()
             if not self._makes and (self.run.signals or now >= self.run.deadline):
@@ -5042,11 +5083,11 @@ class Jobs:
     def _collected(self) -> bool:
         """Finish the jobs that are open; whether to go on."""
         run, jobs = self.run, list(self._state.jobs.values())
-        came = run.replies
+        came = run.tally.replies
         for job in jobs:
             if not run.code:
                 self._finish(job)
-        if run.replies > came:
+        if run.tally.replies > came:
             self._fruitless = 0
         elif jobs:
             self._fruitless += 1
@@ -5089,7 +5130,7 @@ class Jobs:
     # ---- what is to be asked ----
 
     def _narrow(self, keys: Set[int]) -> None:
-        """Who asks for a part, or again for what is in quarantine, gets that once, not each round."""
+        """Who asks for a part, or for what is in quarantine, gets that once, not each round."""
         options = self.run.options
         if options.limit:
             self._only = keys
@@ -5134,7 +5175,7 @@ class Jobs:
                 yield self._state.jobs[key]
 
     def _written(self, key: str, asks: Iterator[Ask]) -> Dict[str, Any]:
-        """Write what a job can take of some asks, and a manifest of their items; the requests recorded."""
+        """Write what a job can take of some asks, and a manifest; the requests to be recorded."""
         requests: Dict[str, Any] = {}
         with open(self.beside(key + "-requests"), "wb") as lines, \
                 open(self.beside(key + "-manifest"), "wb") as manifest:
@@ -5165,24 +5206,26 @@ class Jobs:
     def _make(self, job: OpenJob, doubt: bool) -> None:
         """Make the job that was intended, under its key.
 
-        In doubt it may have been made, and is looked for first, twice; then it is submitted again, as
-        it was.
+        In doubt it may have been made, and is looked for first, twice; then it is submitted again,
+        as it was.
         """
         post, path = self.post, self.beside(job.key + "-requests")
-        looks = 0
+        looks = LOOKS + 1                       # more than are made: it was never in doubt
+        if doubt:
+            looks = 0
         if post.engine.files and not job.file:
             file = self.persist("no job was made", lambda troubles: post.upload(job.key, path))
             if file is not None:
                 self.step("uploaded", job.intent, file=file)
 
         def attempt(troubles: int) -> JobStatus:
-            nonlocal looks, doubt
-            if doubt and looks < LOOKS:
+            nonlocal looks
+            if looks < LOOKS:
                 found = self._found(job)
                 if found is not None:
                     return found
                 looks += 1
-            if doubt and looks < LOOKS:
+            if looks < LOOKS:
                 raise CallFailed("retry", "looking for a job that may have been made", wait=GRACE)
             if not post.engine.files and not os.path.exists(path):
                 raise CallFailed("stop", "its requests are gone from %s; put that back, or say "
@@ -5192,11 +5235,10 @@ class Jobs:
                 return post.create(job, path)
             except CallFailed as failure:
                 if failure.status not in NOT_MADE and failure.status != 429:
-                    doubt = True
                     looks = 0
                     failure.wait = max(GRACE, failure.wait or 0.0)
-                    failure.detail = "it is not known whether a job was made (%s); looking for it" % (
-                        failure.detail)
+                    words = "it is not known whether a job was made (%s); looking for it"
+                    failure.detail = words % failure.detail
                 raise
             finally:
                 self._makes = False
@@ -5206,7 +5248,7 @@ class Jobs:
             self.step("created", job.intent, job=status.name)
             self.say("job %s: %d requests about %d items, %s" % (
                 status.name, job.size, job.items, status.status))
-        elif self.run.code == STOPPED and not doubt:
+        elif self.run.code == STOPPED and looks > LOOKS:
             self.step("abandoned", job.intent, detail=self.run.reason)
 
     def _found(self, job: OpenJob) -> Optional[JobStatus]:
@@ -5257,13 +5299,13 @@ class Jobs:
             return
         self.say("%s, as the provider counts: %s" % (name, status.words()))
         if "token_limit_exceeded" in status.errors:
-            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % (
-                status.errors))
+            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with "
+                       "--limit" % status.errors)
         elif status.errors:
-            self.run.stop("%s was refused whole: %s" % (name, status.errors[:MAX_KEPT]), STOPPED)
+            self.run.stop("%s was refused whole: %s" % (name, status.errors), STOPPED)
 
     def take(self, job: OpenJob, name: str, **members: Any) -> bool:
-        """Take in the results of a job that lie beside the ledger; whether it is thereby collected."""
+        """Take in the results of a job that lie beside the ledger; whether it is collected."""
         with open(self.beside(job.key + "-results"), "rb") as file:
             return Intake(self, job, name, file).take(members)
 
@@ -5292,7 +5334,6 @@ class Jobs:
                 troubles = 0
             else:
                 words = "%s: %s%s" % (what, words, advice)
-            self._goes_on(words)
             if troubles >= most:
                 run.stop(words, STOPPED)
             elif run.options.no_wait and not advice and (not troubles or troubles > TRIES):
@@ -5313,13 +5354,14 @@ class Jobs:
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why."""
         due = time.monotonic() + seconds
-        if not self.say.width and self._goes_on(words):
+        left = seconds
+        if not self.say.width and not self.run.code:
             self.say(words)
-        while self._goes_on(words) and time.monotonic() < due:
-            left = due - time.monotonic()
+        while left > 0 and self._goes_on(words):
             if self.say.width:
                 self.say.live(join_within([clock(left), words], self.say.width - 1))
-            time.sleep(max(0.0, min(0.2, left)))
+            time.sleep(min(0.2, left))
+            left = due - time.monotonic()
 
     # ---- files ----
 
@@ -5348,9 +5390,10 @@ class Jobs:
             raise
         for job in made:
             self.step("created", job.intent, job="file " + path)
-        self.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
-                 "--ledger %s`" % (sum(job.size for job in made), sum(job.items for job in made), path,
-                                   self.run.options.ledger))
+        size = sum(job.size for job in made)
+        items = sum(job.items for job in made)
+        self.say("%d requests about %d items in %s; let an engine answer them, then `collect "
+                 "RESULTS --ledger %s`" % (size, items, path, self.run.options.ledger))
         return len(made)
 
 
@@ -5379,7 +5422,7 @@ def beside(ledger: str, name: str) -> str:
 
 
 def read_parts(path: str) -> Iterator[bytes]:
-    """The parts of a file, or of what a gzipped one holds, without a byte order mark."""
+    """The parts of a file, or of what a gzipped one holds."""
     try:
         with open(path, "rb") as file:
             stream = unzipped(file)
@@ -5419,7 +5462,8 @@ def emit_requests(run: Run, header: Callable[[], Mapping[str, Any]], state: JobS
     return closing_words(run, count(ANSWERED), count(QUARANTINED), out)
 
 
-def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -> Tuple[Set[str], int]:
+def sort_results(options: Settings, jobs: Mapping[str, OpenJob],
+                 say: Speaker) -> Tuple[Set[str], int]:
     """Copy the lines of files beside the ledger, to those of their jobs.
 
     The keys of these, and how many lines are of none.
@@ -5430,7 +5474,7 @@ def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -
         for name in options.files:
             tally: Counter[str] = collections.Counter()
             for number, line in enumerate(lines_of(read_parts(name)), 1):
-                key, _ = result_of(line)
+                key, _ = numbered(decoded(line))
                 if key not in jobs and line.strip():
                     note(say, tally, name, "unknown", "line %d, %s" % (number, line_words(line)))
                 if key not in jobs:
@@ -5471,7 +5515,7 @@ def command_collect(options: Settings, say: Speaker, out: Speaker) -> int:
             run = recorder(options, row["model"], states[name])
             with run.lock:
                 Jobs(run, dict, state, ledger, say).take(job, "file " + options.files[0])
-            left += run.unanswered + run.quarantined
+            left += run.tally.unanswered + run.tally.quarantined
             if run.code:
                 return closing_words(run, 0, 0, out)
     out("collected; the same `emit` goes on with what is left, or `run` online")
@@ -7958,7 +8002,7 @@ def outlook(run: Run, frozen: InputCount) -> str:
     if run.options.command == "trial":
         first += ": a sample of %d" % items
         lines += trial_words(run.options.sizes)
-    if run.pending:
+    if run.tally.pending:
         lines.append("a call that brings no reply is made again; texts go to " + run.model.host)
     return "\n".join([first, *lines])
 
@@ -7974,7 +8018,7 @@ def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
     asked = min(asked + alone, options.limit or asked + alone)
     alone = min(asked, alone)
     batched = asked - alone
-    run.pending += asked
+    run.tally.pending += asked
     calls = alone + math.ceil(batched / pending.size)
     if not calls:
         return ""
@@ -8041,7 +8085,7 @@ def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
         for flags in (ANSWERED, QUARANTINED, FROZEN))
     summary = "%d of %d items answered%s, %d quarantined" % (
         answered, items, " (not all on the ledger)" if ledger.astray else "", quarantined)
-    if run.calls:
+    if run.tally.calls:
         out("%s, %d pending" % (summary, items - answered - quarantined))
         out(spent_words(run, time.monotonic() - begun))
     elif not run.code:
@@ -8059,7 +8103,7 @@ def answered_words(run: Run) -> str:
 
 
 KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
-        "price", "max_cost", "deadline")        # options that a run's row has under these names
+        "price", "max_cost", "deadline")             # options that stand in a run's row under their own names
 
 
 def run_header(run: Run, frozen: InputCount) -> Members:
@@ -8112,12 +8156,12 @@ def say_baseline(run: Run, say: Speaker) -> None:
 
 def spent_words(run: Run, seconds: float) -> str:
     """What a run has spent."""
-    figures = run.figures
+    figures, tally = run.figures, run.tally
     taken = re.sub("^0:0?", "", clock(seconds))
     words = ("this run: %d calls in %s, first pass ok %s full batches, %d fallback calls, "
              "%d calls without a reply" % (
-                 run.calls, taken, rate(figures.first_ok, figures.first), figures.fallbacks,
-                 run.failures))
+                 tally.calls, taken, rate(figures.first_ok, figures.first), figures.fallbacks,
+                 tally.failures))
     if figures.tokens_in:
         words += "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out)
     if run.options.price:
@@ -8136,9 +8180,9 @@ def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> in
     if unfrozen and options.command == "run":
         out("the input changed: %d rows that were not there at first were not asked; run again"
             % unfrozen)
-    if run.lost:
+    if run.tally.lost:
         out("%d replies could not be written to the ledger; their calls are made again"
-            % run.lost)
+            % run.tally.lost)
     if run.left and not code:
         code = STOPPED
         reason = "%d items got no reply after %d tries, such as %s (%s)" % (

@@ -19,6 +19,7 @@ import gzip
 import hashlib
 import http.server
 import io
+import itertools
 import json
 import os
 import pickle
@@ -2850,6 +2851,10 @@ class Models(EndpointCase):
         cmd:cat --retry-param x=1                               | --retry-param
         cmd:cat --base-url http://x/v1                          | --base-url
         cmd:cat --api-key-env X                                 | --api-key-env
+        openai:m --base-url http://x/v1/chat/completions        | leave that off
+        m --base-url http://x/chat/completions/                 | leave that off
+        azure:m --base-url http://x/chat/completions?version=1  | leave that off
+        anthropic:m --base-url http://x/v1/messages             | leave that off
         openai:m --base-url http://user:FAKEPASS@x/v1           | a user or password
         openai:m --base-url 127.0.0.1:1/v1                      | not of the form
         openai:m --base-url ftp://x/v1                          | not of the form
@@ -2884,6 +2889,9 @@ class Models(EndpointCase):
         OPENAI_API_KEY | caf\u00e9             | http  | no header can carry
         OPENAI_API_KEY | a b                   | http  | no header can carry
         OPENAI_API_KEY |                       | http  | set OPENAI_API_KEY
+        SSL_CERT_FILE  | none.pem              | https | SSL_CERT_FILE names none.pem
+        SSL_CERT_FILE  | items.jsonl           | https | SSL_CERT_FILE names items.jsonl
+        SSL_CERT_FILE  | .                     | https | SSL_CERT_FILE names .,
         http_proxy     | http://127.0.0.1:bad  | http  | http://HOST:PORT
         http_proxy     | http://[bad           | http  | http://HOST:PORT
         http_proxy     | https://127.0.0.1:9   | http  | speaks https
@@ -3292,7 +3300,7 @@ number .*[49]< | 400 | | 15 | --batch-size 5 --workers 4 | 1 18 12 3 |
   the endpoint or the model may be down
  | 200 | {"choices": [{"message": {"content": "WRONG"}}]} | 30 | --labels good,bad | 3 20 0 0
   | 20 calls brought no acceptable reply, as for item [0-9a-f]{12}: bad_value
-  .*the reply begins: .*Positive.*; change the labels
+  .*the reply begins: .*Positive.*most often: .answer. breaks enum: .Positive. 20; change the labels
  | 400 | {"error": {"message": "no"}} | 30 | | 3 20 0 0 | 20 calls brought no acceptable reply,
   as for item [0-9a-f]{12}: rejected .HTTP 400: no.; .*check the account
  | 200 | {"choices": [{"message": {"content": "WRONG"}}]} | 20 | --labels good,bad --keep-going
@@ -4014,17 +4022,18 @@ class Runs(EndpointCase):
     def test_elsewhere_a_plain_line_comes_now_and_then(self):
         self.items_file(4)
         self.assertNotIn("\r", self.main("--input", "items.jsonl", "--model", "demo")[2])
+        tally = types.SimpleNamespace(answered=30, quarantined=2, pending=62, failures=4)
         figures = types.SimpleNamespace(first=20, first_ok=19)
-        run = types.SimpleNamespace(
-            answered=30, quarantined=2, pending=62, failures=4, figures=figures,
-            options=bh.Settings(), cost_words=lambda: "cost about 0.42")
+        run = types.SimpleNamespace(tally=tally, figures=figures, options=bh.Settings(),
+                                    cost_words=lambda: "cost about 0.42")
         pool = types.SimpleNamespace(_run=run, _began=100.0,
                                      _pace=types.SimpleNamespace(held_until=120.0))
         said = ("32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
                 "2 quarantined, 4 failed calls")
         self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
         run.options = bh.Settings(price=(1.0, 2.0))
-        self.assertIn("cost about 0.42", bh.Pool._progress(pool, 116.0))
+        said = said.replace("2 q", "cost about 0.42, 2 q")
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     def test_under_nohup_a_dropped_line_ends_nothing(self):
@@ -4103,43 +4112,61 @@ class Runs(EndpointCase):
             self.assertEqual(came, code, out + err)
             self.assertRegex(out, words)
 
+    PRICE = ("--price", "1000,2000")            # so that a call of 40 + 9 tokens costs 0.058
+
     def test_amounts_have_two_digits(self):
-        words = " ".join(map(bh.money, (0, 12.5, 0.42, 0.099, 0.000312)))
-        self.assertEqual(words, "0.00 12.50 0.42 0.099 0.00031")
+        amounts = {0: "0.00", 12.5: "12.50", 0.42: "0.42", 0.099: "0.099", 0.000312: "0.00031"}
+        self.assertEqual(list(map(bh.money, amounts)), list(amounts.values()))
 
     def test_what_the_calls_cost_is_said_before_and_after(self):
-        server = self.serve()               # a call takes 40 + 9 tokens
-        for count, options, words in table("""
-                4  | --price 1000,2000 --dry-run | at most 8; cost about 0.63 .rough: a token
-                4  | --price 1000,2000 | 160 tokens in, 36 out; cost about 0.23$
-                14 | --price 1000,2000 --dry-run | at most 20; cost about 0.58 .as on the ledger
-                14 |                   | 10 calls, .*, 90 out$"""):
-            out = self.ask(server, int(count), *options.split())[1]
-            self.assertRegex(out, "(?m)" + words)
-        prices = [row.get("price") for row in self.rows(LEDGER, "run")]
-        self.assertEqual(prices, [[1000.0, 2000.0], None])
-        self.assertRegex(self.main("report")[1], " cost +at least 0.23, 0.017 an item")
+        server = self.serve()
+        bare = len(bh.prompt_head(bh.DEFAULT)) * 4 + 4 * (len("text number 0") + 31)
+        first = "0 quarantined, 4 pending\n.*at most 8; cost about %s \\(rough: a token for 4 bytes"
+        code, out, _ = self.ask(server, 4, *self.PRICE, "--dry-run")
+        self.assertRegex(out, first % bh.money(bare / 4 / 1000 + 80 * 2 / 1000))
+        code, out, _ = self.ask(server, 4, *self.PRICE)
+        self.assertRegex(out, "this run: 4 calls.*; 160 tokens in, 36 out; cost about 0.23\n")
+        self.assertEqual(self.rows(LEDGER, "run")[0]["price"], [1000.0, 2000.0])
+        code, out, _ = self.ask(server, 14, *self.PRICE, "--dry-run")
+        self.assertIn("about 10 calls if every reply is good, at most 20; cost about 0.58 (as on "
+                      "the ledger)", out)
+        code, out, _ = self.ask(server, 14)
+        self.assertNotIn("cost", out)
+        self.assertNotIn("price", self.rows(LEDGER, "run")[1])
+        code, out, _ = self.main("report", "--ledger", LEDGER)
+        self.assertRegex(out, " cost +at least 0.23, 0.017 an item\n")
+        arms = json.loads(self.main("report", "--ledger", LEDGER, "--json")[1])["arms"]
+        self.assertEqual([round(arm["spent"], 6) for arm in arms], [0.232])
 
     def test_tokens_that_nobody_counted_make_a_cost_at_least_that(self):
         for first, words in ((completion("GOOD", usage=None), "at least 0.12"),
                              (500, "at least 0.17"), (429, "about 0.17")):
-            went = self.play(at([1], first), 3, "--price 1000,2000")
+            went = self.play(at([1], first), 3, " ".join(self.PRICE))
             self.assertIn("; cost %s\n" % words, went.out)
 
-    def test_a_run_ends_at_what_it_may_cost_and_says_how_to_go_on(self):
-        stopped = "--max-cost 0.1 is reached by the calls of this run; run the same command again"
-        for options, ends in (("", (3, 2, 2, 0)), (" --batch-size 3", (0, 2, 5, 0)),
-                              (" --limit 2", (0, 2, 2, 0))):
-            went = self.scene(None, 5, "--price 1000,2000 --max-cost 0.1" + options, ends)
-            self.assertEqual(stopped in went.out, ends[0] == 3)
-        for script, calls in ((lambda prompt, n: slow(0.1, good), (2, 3, 4)),
-                              (lambda prompt, n: completion("GOOD", usage=None), (1, 2, 3))):
-            server = self.serve(script)
-            out = self.main("trial", "--sizes", "1,1", "--input", "items.jsonl", "--model", "m",
-                            "--base-url", server.base, "--workers", "3", "--price", "1000,2000",
-                            "--max-cost", "0.1", "--ledger", calls[0])[1]
-            self.assertIn("stopped early: --max-cost ", out)
-            self.assertIn(len(server.requests), calls)
+    def test_a_run_ends_at_what_it_may_cost(self):
+        options = " ".join((*self.PRICE, "--max-cost", "0.1"))
+        words = ("stopped early: --max-cost 0.1 is reached by the calls of this run; run the same "
+                 "command again to go on", "; cost about 0.12\n")
+        went = self.scene(None, 5, options, (3, 2, 2, 0), *words)
+        self.assertEqual(went.failures, [])
+        server = self.serve()
+        for code, answered in ((3, 4), (0, 5)):     # each run has this for itself
+            came, out, _ = self.ask(server, 5, *options.split())
+            self.assertEqual((came, "%d of 5 items answered" % answered in out), (code, True), out)
+        self.items_file(5)
+        many = self.slow(0.1)
+        out = self.main("--input", "items.jsonl", "--model", "openai:m", "--base-url", many.base,
+                        "--workers", "3", *options.split(), "--ledger", "l.jsonl")[1]
+        self.assertIn("stopped early: --max-cost", out)
+        self.assertLessEqual(len(many.requests), 4)
+        code, out, err = self.main("trial", "--sizes", "1,1", "--ledger", "t.jsonl", "--input",
+                                   "items.jsonl", "--model", "openai:m", "--base-url", server.base,
+                                   "--workers", "1", *options.split())
+        self.assertEqual((code, err.count("; cost about ")), (3, 2), out + err)
+        out = self.fresh("demo", 3, *options.split(), "--workers", "1")[1]
+        self.assertIn("--max-cost cannot be held, since this model does not say how many tokens",
+                      out)
 
     def test_calls_a_minute_are_spaced(self):
         server = self.serve()
@@ -4263,55 +4290,54 @@ class Runs(EndpointCase):
         self.assertEqual(self.main(*words)[0], 0)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # BATCH JOBS
-# ====================================================================================================================
+# ==================================================================================================
 
 class Engine:
-    """A batch engine of OpenAI's form or Anthropic's.  `answer(prompt, custom_id)` gives the body of a reply, a line of results or None."""
+    """A batch engine of OpenAI's form or Anthropic's.
+
+    `answer(prompt, custom_id)` gives the body of a reply, a line of results or None.  `faults` has
+    for a step what becomes of its next calls: None, as it should be; "drop", nothing is done;
+    "lost", it is done and not said; (status, body) in place of it; or a function of these.
+    `gate(step, handled)` is called around each step; where it returns True nobody hears of it.
+    """
+
+    STEPS = {"files": "upload", "cancel": "cancel", "completions": "chat", "content": "fetch",
+             "results": "fetch", "batches": "list"}
 
     def __init__(self, answer=None, form="chat", polls=1):
-        self.answer, self.form, self.polls = answer or (lambda prompt, name: self.reply(reply_to_prompt(prompt))), form, polls
-        self.jobs, self.files, self.log, self.headers, self.ends = {}, {}, [], [], "completed"
-        self.before = self.after = lambda step: None        # called around each step; what they return True for is dropped
-        self.extra, self.errors, self.lock = [], None, threading.Lock()
+        self.answer = answer or (lambda prompt, name: self.reply(reply_to_prompt(prompt)))
+        self.form, self.chat, self.polls = form, form == "chat", polls
+        self.jobs, self.files, self.faults = {}, {}, {}
+        self.log, self.headers, self.extra = [], [], []
+        self.ends, self.errors, self.lock = "completed", None, threading.Lock()
+        self.gate = lambda step, handled: False
         engine = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self.take("GET")
-
-            def do_POST(self):
-                self.take("POST")
-
-            def take(self, method):
                 data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                path, _, query = self.path.partition("?")
-                step = engine.step_of(method, path)
-                engine.headers.append((step, dict(self.headers)))
-                if engine.before(step):
-                    self.close_connection = True
-                    return
-                with engine.lock:
-                    engine.log.append(step)
-                    status, body = engine.handle(step, path, query, data)
-                if engine.after(step):
+                came = engine.take(self.command, self.path, data, dict(self.headers))
+                if came is None:
                     self.close_connection = True
                     return
                 with contextlib.suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(body)))
+                    self.send_response(came[0])
+                    self.send_header("Content-Length", str(len(came[1])))
                     self.end_headers()
-                    self.wfile.write(body)
+                    self.wfile.write(came[1])
+
+            do_POST = do_GET
 
             def log_message(self, *args):
                 pass
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.server.handle_error = lambda request, address: None       # a client that was killed
-        self.base = "http://127.0.0.1:%d%s" % (self.server.server_address[1], "/v1" if form == "chat" else "")
+        self.base = "http://127.0.0.1:%d" % self.server.server_address[1] + "/v1" * self.chat
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self):
@@ -4319,168 +4345,253 @@ class Engine:
         self.server.server_close()
 
     def reply(self, text, **more):
-        return json.loads((completion if self.form == "chat" else message)(text, **more))
+        return json.loads((completion if self.chat else message)(text, **more))
 
-    def step_of(self, method, path):
-        if method == "POST":
-            return "upload" if path.endswith("/files") else "create" if path.endswith("/batches") else "cancel" if path.endswith("/cancel") else "chat"
-        return "list" if path.endswith("/batches") else "fetch" if path.endswith(("/content", "/results")) else "look"
+    def line(self, name, body, status=200, **more):
+        """A line of results."""
+        if self.chat:
+            response = {"status_code": status, "request_id": "req-b", "body": body}
+            return {"custom_id": name, "response": response, "error": None, **more}
+        return {"custom_id": name, "result": {"type": "succeeded", "message": body}, **more}
+
+    def take(self, method, path, data, headers):
+        """(status, body) of a response; None where the connection is closed."""
+        path, _, query = path.partition("?")
+        step = self.STEPS.get(path.rpartition("/")[2], "look")
+        if method == "POST" and step == "list":
+            step = "create"
+        self.headers.append((step, headers))
+        fault = next(self.faults.get(step, iter(())), None)
+        if self.gate(step, False) or fault == "drop":
+            return None
+        with self.lock:
+            self.log.append(step)
+            came = fault if isinstance(fault, tuple) else self.handle(step, path, query, data)
+        if self.gate(step, True) or fault == "lost":
+            return None
+        return fault(*came) if callable(fault) else came
 
     def handle(self, step, path, query, data):
+        parts = path.split("/")
+        name = next((part for part in parts if part in self.jobs), None)
+        body = {"error": {"message": "no such job"}}
         if step == "chat":
             return 200, completion(reply_to_prompt(json.loads(data)["messages"][0]["content"]))
         if step == "upload":
-            name = "file-%d" % len(self.files)
-            self.files[name] = re.search(rb"application/jsonl\r\n\r\n(.*?)\r\n--", data, re.S).group(1)
-            return 200, json.dumps({"id": name, "object": "file", "purpose": "batch"}).encode()
-        if step == "create":
+            body = {"id": "file-%d" % len(self.files), "object": "file", "purpose": "batch"}
+            [self.files[body["id"]]] = re.findall(rb"jsonl\r\n\r\n(.*?)\r\n--", data, re.S)
+        elif step == "create":
             asked = json.loads(data)
-            lines = asked.get("requests") or [json.loads(line) for line in self.files[asked["input_file_id"]].split(b"\n") if line]
-            name = ("batch_%d" if self.form == "chat" else "msgbatch_%d") % len(self.jobs)
-            self.jobs[name] = {"lines": lines, "left": self.polls, "metadata": asked.get("metadata"), "file": asked.get("input_file_id"), "made": time.time()}
-            return 200, json.dumps(self.document(name)).encode()
-        if step == "list":
+            file = asked.get("input_file_id")
+            lines = asked.get("requests") or list(map(json.loads, self.files[file].splitlines()))
+            body = self.document(self.job(lines, asked.get("metadata"), file))
+        elif step == "list":
             names = sorted(self.jobs, key=lambda name: int(name.split("_")[1]), reverse=True)
             after = re.search("after(?:_id)?=([^&]*)", query)
             rest = names[names.index(after.group(1)) + 1:] if after else names
             for job in self.jobs.values():
                 job["left"] -= 1                            # time goes by
-            return 200, json.dumps({"data": [self.document(name) for name in rest[:2]], "has_more": len(rest) > 2}).encode()
-        if step == "cancel":
-            name = path.split("/")[-2]
-            self.jobs[name]["left"] = 0
-            ends = {"status": "cancelling", "processing_status": "canceling"}
-            document = self.document(name)
-            return 200, json.dumps({**document, **{word: ends[word] for word in ends if word in document}}).encode()
-        name = re.search("(?:msg)?batch_[0-9]+", path)
-        if not name or name.group() not in self.jobs:
-            if step == "fetch" and path.split("/")[-2][:3] in ("out", "err"):
-                kind, number = path.split("/")[-2].split("-")
-                return 200, self.results("batch_" + number, kind)
-            return 404, b'{"error": {"message": "no such job"}}'
-        if step == "fetch":
-            return 200, self.results(name.group(), "all")
-        self.jobs[name.group()]["left"] -= 1
-        return 200, json.dumps(self.document(name.group())).encode()
+            body = {"data": [self.document(name) for name in rest[:2]], "has_more": len(rest) > 2}
+        elif step == "fetch" and parts[-2][:3] in ("out", "err"):
+            return 200, self.results("batch_" + parts[-2][4:], parts[-2][:3])
+        elif name is None:
+            return 404, json.dumps(body).encode()
+        elif step == "fetch":
+            return 200, self.results(name, "all")
+        else:
+            self.jobs[name]["left"] -= 1
+            body = self.document(name)
+            if step == "cancel":
+                self.jobs[name]["left"] = 0
+                body.update(status="cancelling", processing_status="canceling" * (not self.chat))
+        return 200, json.dumps(body).encode()
+
+    def job(self, lines, metadata=None, file="other", **more):
+        """Make a job: its name."""
+        name = "%s_%d" % ("batch" if self.chat else "msgbatch", len(self.jobs))
+        self.jobs[name] = {"lines": lines, "left": self.polls, "metadata": metadata, "file": file,
+                           "made": time.time(), **more}
+        return name
+
+    def others(self, count, size=2, **more):
+        """Make jobs of others, which have ended."""
+        body = {"messages": [{"content": ""}]}
+        lines = [{"custom_id": "x-%d" % n, "body": body, "params": body} for n in range(size)]
+        return [self.job(lines, **{"left": 0, **more}) for _ in range(count)]
 
     def document(self, name):
         job = self.jobs[name]
-        number, ended, count = name.split("_")[1], job["left"] <= 0, len(job["lines"])
-        if self.form == "messages":
-            return {"id": name, "type": "message_batch", "processing_status": "ended" if ended else "in_progress",
-                    "request_counts": dict(dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0), **{"succeeded" if ended else "processing": count}),
-                    "created_at": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(job["made"])) + ".123456Z", "results_url": "http://evil.example/results"}
-        return {"id": name, "object": "batch", "status": self.ends if ended else "in_progress", "metadata": job["metadata"], "input_file_id": job["file"],
-                "output_file_id": "out-" + number if ended else None, "error_file_id": "err-" + number if ended else None, "errors": self.errors if ended else None,
-                "created_at": int(job["made"]), "request_counts": {"total": count, "completed": count, "failed": 0}}
+        ended, count = job["left"] <= 0, len(job["lines"])
+        if not self.chat:
+            counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
+            counts["succeeded" if ended else "processing"] = count
+            made = time.strftime("%Y-%m-%dT%H:%M:%S.123456Z", time.gmtime(job["made"]))
+            return {"id": name, "processing_status": "ended" if ended else "in_progress",
+                    "request_counts": counts, "created_at": made, "results_url": "http://evil/"}
+        ends = {"output_file_id": name.replace("batch_", "out-"), "errors": self.errors,
+                "error_file_id": name.replace("batch_", "err-")}
+        return {"id": name, "status": self.ends if ended else "in_progress",
+                "metadata": job["metadata"], "input_file_id": job["file"],
+                "created_at": int(job["made"]),
+                "request_counts": {"total": count, "completed": count, "failed": 0},
+                **(ends if ended else {})}
 
     def results(self, name, kind):
         out, err = [], []
         for line in self.jobs[name]["lines"]:
-            body = line["body"] if self.form == "chat" else line["params"]
-            came = self.answer(body["messages"][0]["content"], line["custom_id"])
+            came = self.answer(prompt_of(line), line["custom_id"])
             if came is not None and "custom_id" not in came:
-                came = ({"custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": came}, "error": None} if self.form == "chat" else
-                        {"custom_id": line["custom_id"], "result": {"type": "succeeded", "message": came}})
+                came = self.line(line["custom_id"], came)
             if came is not None:
-                (err if came.get("error") or (came.get("response") or {}).get("status_code", 200) != 200 else out).append(came)
-        lines = {"out": out[::-1] + self.extra, "err": err, "all": (out + err + self.extra)[::-1]}[kind]
-        return "".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+                status = (came.get("response") or {}).get("status_code", 200)
+                (err if came.get("error") or status != 200 else out).append(came)
+        lines = err
+        if kind != "err":
+            lines = out[::-1] + err * (kind == "all") + self.extra
+        texts = (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n"
+                 for line in lines)
+        return "".join(texts).encode()
 
     def prompts(self):
         """Every prompt of every job."""
-        return [(line.get("body") or line["params"])["messages"][0]["content"] for job in self.jobs.values() for line in job["lines"]]
+        return [prompt_of(line) for job in self.jobs.values() for line in job["lines"]]
+
+    def keys(self):
+        """The keys that creations were sent with."""
+        return {head["Idempotency-Key"] for step, head in self.headers if step == "create"}
+
+
+def prompt_of(line):
+    return (line.get("body") or line["params"])["messages"][0]["content"]
 
 
 class BatchJobs(EndpointCase):
-    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
-
+    QUICK = ("import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; "
+             "bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE)
     USUAL = bh.POLL, bh.MAX_POLL
+    FORMS = "chat", "messages"
 
     def setUp(self):
         super().setUp()
-        for name in ("POLL", "MAX_POLL", "GRACE"):
-            patch = mock.patch.object(bh, name, 0.05)
-            patch.start()
-            self.addCleanup(patch.stop)
-
-    def engine(self, answer=None, form="chat", **more):
-        engine = Engine(answer, form, **more)
-        self.addCleanup(engine.close)
+        self.patched(POLL=0.05, MAX_POLL=0.05, GRACE=0.05)
         os.environ.update(OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY)
+
+    def patched(self, **values):
+        patch = mock.patch.multiple(bh, **values)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def engine(self, answer=None, form="chat", no="", least=1, **more):
+        """An engine and no ledger; it says "no" to prompts of so many items that hold `no`."""
+        def usual(prompt, name):
+            bad = no and no in prompt and len(asked_in(prompt)) >= least
+            return engine.reply("no" if bad else reply_to_prompt(prompt))
+        engine = Engine(answer or usual, form, **more)
+        self.addCleanup(engine.close)
+        shutil.rmtree("runs", ignore_errors=True)
         return engine
 
     def words(self, engine, *more, size=2):
-        return ["--input", "items.jsonl", "--model", "openai:m" if engine.form == "chat" else "anthropic:m", "--base-url", engine.base, "--batch-api",
-                "--batch-size", size, "--labels", "good,bad", *more]
+        model = "openai:m" if engine.chat else "anthropic:m"
+        usual = "--input items.jsonl --batch-api --model %s --base-url %s --batch-size %d" % (
+            model, engine.base, size)
+        return [*usual.split(), "--labels", "good,bad", *more]
 
     def jobs(self, engine, *more, count=0, size=2):
+        """A run; nothing that is printed or written may hold the key."""
         if count:
             self.items_file(count)
         code, out, err = self.main(*self.words(engine, *more, size=size))
-        for text in (out, err, *(self.read(path) for path in self.written())):
+        for text in (out, err, *map(self.read, self.written())):
             self.assertNotIn(KEY, text)
         return code, out, err
 
+    def ends(self, engine, code, jobs, statuses, *more, **how):
+        """A run that must come to this exit code, jobs there and items by status; its words."""
+        came, out, err = self.jobs(engine, *more, **how)
+        seen = came, len(engine.jobs), self.statuses()
+        self.assertEqual(seen, (code, jobs, statuses), out + err)
+        return out + err
+
+    def killed(self, engine, until):
+        """A run in a process of its own, killed as soon as something holds."""
+        run = subprocess.Popen([sys.executable, "-c", self.QUICK, *self.words(engine)],
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self.wait_for(until, "a step")
+        run.kill()
+        run.wait()
+
     def written(self):
-        return [os.path.join(folder, name) for folder, _, names in os.walk("runs") for name in names]
+        return list(filter(os.path.isfile, glob.glob("runs/**", recursive=True)))
 
     def read(self, path):
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read()
 
-    def steps(self, path="runs/ledger.jsonl"):
-        return [row["step"] for row in self.rows(path, "job")]
+    def lines(self, path):
+        return [json.loads(line) for line in self.read(path).splitlines()]
+
+    def steps(self):
+        return [row["step"] for row in self.rows(LEDGER, "job")]
+
+    def given(self):
+        """Every answer that was accepted."""
+        rows = self.rows(LEDGER)
+        return {answer for row in rows for answer in row.get("answers", {}).values()}
+
+    def key(self):
+        return self.rows(LEDGER, "job")[0]["key"]
 
     def statuses(self):
-        return collections.Counter(json.loads(line)["harness"]["status"] for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
+        """Items by status: "answered 3, pending 1"."""
+        lines = self.main("export", "--input", "items.jsonl")[1].splitlines()
+        return bh.as_counts(collections.Counter(
+            json.loads(line)["harness"]["status"] for line in lines))
+
+    # ---- rounds ----
 
     def test_the_whole_plan_goes_by_jobs_round_after_round(self):
-        for form in ("chat", "messages"):
-            answer = lambda prompt, name: engine.reply("no" if "number 3" in prompt and len(asked_in(prompt)) > 1 else reply_to_prompt(prompt))
-            engine = self.engine(answer, form)
-            code, out, err = self.jobs(engine, count=7)
-            self.assertEqual(code, 0, out + err)
-            self.assertIn("7 of 7 items answered, 0 quarantined, 0 pending", out)
-            self.assertEqual(self.statuses(), {"answered": 7})
+        for form in self.FORMS:
+            engine = self.engine(None, form, no="number 3", least=2)
+            said = self.ends(engine, 0, 3, "answered 7", count=7)
+            self.assertIn("7 of 7 items answered, 0 quarantined, 0 pending", said)
             self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [4, 1, 2])
-            rows = self.rows("runs/ledger.jsonl")
-            self.assertEqual([(row["attempt"], row["fallback"], row["verdict"]) for row in rows if "number 3" in self.text_of(row) or "number 2" in self.text_of(row)],
-                             [(1, False, "not_json"), (2, False, "not_json"), (1, True, "ok"), (1, True, "ok")])
+            rows = self.rows(LEDGER)
+            self.assertEqual([(row["attempt"], row["fallback"], row["verdict"]) for row in rows
+                              if bh.item_id("text number 3") in row["batch"]],
+                             [(1, False, "not_json"), (2, False, "not_json"), (1, True, "ok")])
             self.assertEqual({row["job"] for row in rows}, set(engine.jobs))
-            self.assertEqual(sorted(row["custom_id"] for row in rows), sorted(line["custom_id"] for job in engine.jobs.values() for line in job["lines"]))
-            self.assertEqual(self.steps(), (["intent", "uploaded", "created", "collected"] if form == "chat" else ["intent", "created", "collected"]) * 3)
+            asked = [line["custom_id"] for job in engine.jobs.values() for line in job["lines"]]
+            self.assertEqual(sorted(row["custom_id"] for row in rows), sorted(asked))
+            steps = ["intent", *["uploaded"] * engine.chat, "created", "collected"]
+            self.assertEqual(self.steps(), steps * 3)
             before = self.bytes()
-            self.assertIn("nothing to do", self.jobs(engine)[1])
-            self.assertEqual((self.bytes(), len(engine.jobs)), (before, 3))
-            code, audited, err = self.main("audit", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")
-            self.assertEqual(code, 0, audited)
+            self.assertIn("nothing to do", self.ends(engine, 0, 3, "answered 7"))
+            self.assertEqual(self.bytes(), before)
+            words = ["--ledger", LEDGER, "--input", "items.jsonl"]
+            self.assertEqual(self.main("audit", *words)[0], 0)
             self.assertEqual(self.main("report", "--fail-unless-safe", "2")[0], 1)
-            self.assertIn("as it was sent", self.main("explain", "3", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")[1])
-            shutil.rmtree("runs")
-
-    def text_of(self, row):
-        return " ".join("number %d" % n for n in range(20) if bh.item_id("text number %d" % n) in row["batch"])
+            self.assertIn("as it was sent", self.main("explain", "3", *words)[1])
 
     def test_a_job_answers_as_calls_do(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 5" in prompt else reply_to_prompt(prompt)))
-        self.jobs(engine, "--ledger", "j.jsonl", count=12, size=5)
-        server = self.serve(lambda prompt, n: completion("no" if "number 5" in prompt else reply_to_prompt(prompt)))
+        self.jobs(self.engine(no="number 5"), "--ledger", "j.jsonl", count=12, size=5)
+        server = self.serve(lambda prompt, n: completion(
+            "no" if "number 5" in prompt else reply_to_prompt(prompt)))
         self.ask(server, 0, "--batch-size", "5", "--labels", "good,bad", "--ledger", "o.jsonl")
-        keys = ("verdict", "attempt", "fallback", "size", "batch", "answers", "batch_id", "prompt_sha", "text_sha", "sources", "reply", "finish", "tokens_in")
-        rows = [sorted(json.dumps({key: row.get(key) for key in keys}) for row in self.rows(path)) for path in ("j.jsonl", "o.jsonl")]
+        other = {"at", "ms", "run", "job", "custom_id", "seq", "prev", "request_id", "quarantined"}
+        rows = [sorted(json.dumps({name: row[name] for name in sorted(row.keys() - other)})
+                       for row in self.rows(path)) for path in ("j.jsonl", "o.jsonl")]
         self.assertEqual(rows[0], rows[1])
 
     def test_no_wait_leaves_and_the_same_command_takes_up(self):
         engine = self.engine(polls=3)
-        code, out, err = self.jobs(engine, "--no-wait", count=4)
-        self.assertEqual((code, engine.log), (4, ["upload", "create", "look"]))
-        self.assertIn("waiting: job batch_0: in_progress (completed 2, total 2", out)
+        said = self.ends(engine, 4, 1, "pending 4", "--no-wait", count=4)
+        self.assertEqual(engine.log, ["upload", "create", "look"])
+        self.assertIn("waiting: job batch_0: in_progress (completed 2, total 2", said)
         before = self.bytes()
         self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
         self.assertEqual(self.bytes(), before)
-        code, out, err = self.jobs(engine, "--no-wait")
-        self.assertEqual((code, self.statuses()), (0, {"answered": 4}), out + err)
+        self.ends(engine, 0, 1, "answered 4", "--no-wait")
 
     def test_what_waits_in_a_job_is_not_asked_a_second_time(self):
         engine = self.engine(polls=9)
@@ -4489,251 +4600,172 @@ class BatchJobs(EndpointCase):
         for more in ([], ["--limit", "1"], ["--dry-run"]):
             code, out, err = self.main(*words, *more)
             self.assertEqual((code, out), (2, ""))
-            self.assertIn("4 items wait for the results of batch_0; say --batch-api, alone or with --abandon batch_0", err)
+            self.assertIn("4 items wait for the results of batch_0; say --batch-api, alone or with "
+                          "--abandon batch_0", err)
         self.assertIn("no open job", self.jobs(engine, "--abandon", "batch_7")[2])
         engine.polls = 1
-        code, out, err = self.jobs(engine, "--abandon", "batch_0")
-        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 2, {"answered": 4}), err)
+        self.ends(engine, 0, 2, "answered 4", "--abandon", "batch_0")
 
-    def test_a_creation_whose_answer_was_lost_makes_one_job(self):
-        for form in ("chat", "messages"):
-            for made in (True, False):
-                engine = self.engine(None, form)
-                left = ["create"]
-                setattr(engine, "after" if made else "before", lambda step: step in left and (left.remove(step) or True))
-                for _ in range(3):              # others' jobs, on two pages of the list
-                    engine.jobs[("batch_%d" if form == "chat" else "msgbatch_%d") % len(engine.jobs)] = {
-                        "lines": [{"custom_id": "x-%d" % n, "body": {"messages": [{"content": ""}]}, "params": {"messages": [{"content": ""}]}} for n in range(2)],
-                        "left": 0, "metadata": None, "file": "other", "made": time.time()}
-                code, out, err = self.jobs(engine, count=4)
-                self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 4, {"answered": 4}), (form, made, out, err))
-                self.assertEqual(self.steps().count("created"), 1)
-                self.assertNotIn("abandoned", self.steps())
-                shutil.rmtree("runs")
-
-    def test_killed_at_any_step_it_makes_one_job(self):
-        for form in ("chat", "messages"):
-            for taken in (True, False):
-                for number in range(6):
-                    engine = self.engine(lambda prompt, name: engine.reply("no" if "number 3" in prompt and len(asked_in(prompt)) > 1 else reply_to_prompt(prompt)), form)
-                    self.items_file(4)
-                    seen, reached, go = [], threading.Event(), threading.Event()
-
-                    def hold(step):
-                        seen.append(step)
-                        if len(seen) == number + 1:
-                            reached.set()
-                            go.wait(20)
-                            return not taken
-                        return False
-                    setattr(engine, "after" if taken else "before", hold)
-                    run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                    self.assertTrue(reached.wait(20))
-                    run.kill()
-                    run.wait()
-                    go.set()
-                    engine.before = engine.after = lambda step: False
-                    code, out, err = self.jobs(engine)
-                    where = (form, taken, number, seen, err)
-                    self.assertEqual((code, self.statuses()), (0, {"answered": 4}), where)
-                    prompts = collections.Counter(engine.prompts())
-                    self.assertEqual(sorted(count for prompt, count in prompts.items()), [1, 1, 1, 2], where)       # one was asked again: it failed
-                    rows = self.rows("runs/ledger.jsonl")
-                    self.assertEqual(len({row["custom_id"] for row in rows}), len(rows), where)
-                    shutil.rmtree("runs")
-                    engine.close()
-
-    def test_an_undecided_job_blocks_until_it_ends_or_a_person_decides(self):
-        for give_up in (True, False):
-            engine = self.engine(None, "messages", polls=99)
-            left = ["create"]
-            engine.after = lambda step: step in left and (left.remove(step) or True)
-            code, out, err = self.jobs(engine, "--no-wait", count=4)
-            self.assertEqual((code, len(engine.jobs)), (4, 1))
-            self.assertIn("job msgbatch_0 may be the one that was to be made, and cannot be looked into yet; wait until it ends, or say --abandon ", out)
-            self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
-            engine.jobs["msgbatch_0"]["left"] = 0
-            code, out, err = self.jobs(engine, *(["--abandon", self.rows("runs/ledger.jsonl", "job")[0]["key"]] if give_up else []))
-            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1 + give_up, {"answered": 4}), out + err)
-            shutil.rmtree("runs")
-
-    def test_what_is_missing_unknown_repeated_crossed_or_errored_is_named(self):
-        names = {}
-
-        def answer(prompt, name):
-            names.setdefault(name, [item for item, _ in asked_in(prompt)])
-            place, first = int(name.rpartition("-")[2]), len(engine.jobs) == 1
-            if first and place == 1:
-                return None
-            if first and place == 2:
-                return {"custom_id": name, "response": None, "error": {"code": "batch_expired", "message": "Not run in time."}}
-            if first and place == 3:            # what belongs to request 4
-                return engine.reply(json.dumps([{"id": bh.item_id("text number %d" % n), "answer": "bad"} for n in (6, 7)]))
-            return engine.reply(reply_to_prompt(prompt))
-        engine = self.engine(answer)
-        engine.ends = "expired"
-        engine.extra = [{"custom_id": "nobody-1", "response": {"status_code": 200, "body": engine.reply("[]")}}, "junk\n", "[]\n"]
-        code, out, err = self.jobs(engine, count=10)
-        self.assertEqual((code, self.statuses()), (0, {"answered": 10}), out + err)
-        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
-        ids = [bh.item_id("text number %d" % n) for n in (0, 1)]
-        self.assertIn("job batch_0, missing: %s-1 (%s)" % (key, ", ".join(ids)), err)
-        self.assertIn('job batch_0, unknown: line 4, "{\\"custom_id\\": \\"nobody-1\\"', err)
-        self.assertIn("job batch_0, unknown: line 5, \"junk", err)
-        self.assertIn("job batch_0, crossed: %s-3" % key, err)
-        self.assertIn("job batch_0: 10 items submitted, 6 came back; by verdict: no reply 4, ok 4, set_mismatch 2", err)
-        self.assertIn("job batch_0, as the provider counts: expired (completed 5, total 5, failed 0)", err)
-        collected = next(row for row in self.rows("runs/ledger.jsonl", "job") if row["step"] == "collected")
-        self.assertEqual([collected[word] for word in ("items", "missing", "unknown", "crossed", "repeated", "ended_as")], [10, 1, 3, 1, 0, "expired"])
-        self.assertEqual([row["detail"] for row in self.failures()], ["the results hold no line for it", "Not run in time."])
-        wrong = [row for row in self.rows("runs/ledger.jsonl") if row.get("answers") and "bad" in row["answers"].values()]
-        self.assertEqual(wrong, [])
-
-    def test_two_lines_for_one_request_count_once_or_not_at_all(self):
-        for same in (True, False):
-            engine = self.engine()
-            self.items_file(2)
-            self.jobs(engine, "--no-wait", size=1)
-            first = engine.jobs["batch_0"]["lines"][0]
-            other = {"custom_id": first["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": engine.reply(reply_to_prompt(
-                first["body"]["messages"][0]["content"], "good" if same else "bad"))}, "error": None}
-            engine.extra = [other]
-            shutil.rmtree("runs")
-            engine.jobs.clear()
-            engine.answer = lambda prompt, name, engine=engine: engine.reply(reply_to_prompt(prompt))
-            calls = []
-
-            def repeat(step, engine=engine, same=same, calls=calls):
-                if step == "create" and not calls:
-                    calls.append(1)
-                    line = engine.jobs["batch_0"]["lines"][0]
-                    engine.extra = [{"custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": engine.reply(reply_to_prompt(
-                        line["body"]["messages"][0]["content"], "good" if same else "bad"))}, "error": None}]
-                return False
-            engine.after = repeat
-            code, out, err = self.jobs(engine, size=1)
-            self.assertIn("job batch_0, repeated: ", err)
-            self.assertEqual((code, len(engine.jobs)), (0, 1 if same else 2), err)
-            self.assertEqual({answer for row in self.rows("runs/ledger.jsonl") for answer in row["answers"].values()}, {"good"})
-            shutil.rmtree("runs")
-
-    def test_a_job_that_was_refused_whole_stops_the_run_and_says_why(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends, engine.errors = "failed", {"object": "list", "data": [{"code": "invalid_json_line", "message": "bad line", "line": 2, "param": None}]}
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, len(engine.jobs)), (3, 1))
-        self.assertIn("job batch_0 was refused whole: line 2: invalid_json_line: bad line", out)
-        self.assertEqual(self.statuses(), {"pending": 4})
-
-    def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends, engine.errors = "failed", {"data": [{"code": "token_limit_exceeded", "message": "Queue limit.", "line": None}]}
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, len(engine.jobs)), (3, 3))
-        self.assertIn("3 rounds of jobs brought no reply", out)
-        engine.ends, engine.errors, engine.answer = "completed", None, lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-
-    def test_refused_contents_are_verdicts_only_where_something_succeeded(self):
-        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "other"}
-        for form, line in (("chat", lambda name: {"custom_id": name, "response": {"status_code": 400, "body": {"error": refusal}}, "error": None}),
-                           ("messages", lambda name: {"custom_id": name, "result": {"type": "errored", "error": {"type": "error", "error": refusal}}})):
-            engine = self.engine(lambda prompt, name, line=line: line(name) if "number 3" in prompt else engine.reply(reply_to_prompt(prompt)), form)
-            code, out, err = self.jobs(engine, count=5, size=1)
-            self.assertEqual((code, self.statuses()), (1, {"answered": 4, "quarantined": 1}), err)
-            self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl") if row["verdict"] != "ok"], ["rejected"])
-            shutil.rmtree("runs")
-            engine = self.engine(lambda prompt, name, line=line: line(name), form)
-            code, out, err = self.jobs(engine, count=20, size=1)
-            self.assertEqual((code, self.statuses(), len(engine.jobs)), (3, {"pending": 20}, 1))
-            self.assertIn("20 calls brought no acceptable reply", out)
-            self.assertIn("rejected (HTTP 400: no", out)
-            shutil.rmtree("runs")
-            self.assertEqual((self.jobs(engine, count=5, size=1)[0], self.statuses()), (1, {"quarantined": 5}))
-            shutil.rmtree("runs")
-
-    def test_jobs_without_an_acceptable_reply_stop_and_quarantine_nothing(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no"))
-        code, out, err = self.jobs(engine, count=15, size=1)
-        self.assertEqual((code, self.statuses(), len(engine.jobs)), (3, {"pending": 15}, 2))
-        self.assertIn("30 calls brought no acceptable reply, as for item", out)
-        self.assertEqual(err.count("not accepted: item"), 1)
-        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.assertEqual((self.jobs(engine, size=1)[0], self.statuses()), (0, {"answered": 15}))
-
-    def test_a_round_of_second_attempts_may_fail_whole(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 1" in prompt else reply_to_prompt(prompt)))
-        with mock.patch.object(bh, "IN_A_ROW", 5):
-            self.assertEqual((self.jobs(engine, count=16, size=1)[0], self.statuses()), (1, {"answered": 9, "quarantined": 7}))
+    def test_a_round_is_cut_into_jobs_and_files_into_parts_of_any_size(self):
+        self.patched(MAX_REQUESTS=3, PART=100)
+        for form in self.FORMS:
+            engine = self.engine(None, form)
+            self.ends(engine, 0, 3, "answered 14", count=14)
+            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [3, 3, 1])
 
     def test_the_rest_can_be_asked_online(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 3" in prompt else reply_to_prompt(prompt)))
-        code, out, err = self.jobs(engine, "--finish", "online", count=6)
-        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 6}), out + err)
-        self.assertIn("the rest is asked online: 1 calls", err)
+        engine = self.engine(no="number 3")
+        said = self.ends(engine, 0, 1, "answered 6", "--finish", "online", count=6)
+        self.assertIn("the rest is asked online: 1 calls", said)
         self.assertEqual(engine.log.count("chat"), 1)
 
     def test_limits_and_quarantined_items_go_once_by_jobs_too(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 1" in prompt else reply_to_prompt(prompt)))
-        code, out, err = self.jobs(engine, "--limit", "3", count=6, size=1)
-        self.assertEqual((code, self.statuses()), (1, {"answered": 2, "quarantined": 1, "pending": 3}), out + err)
-        self.assertEqual(len(engine.prompts()), 4)
-        self.assertEqual(self.jobs(engine, size=1)[0], 1)
-        self.assertEqual(len(engine.prompts()), 7)
-        self.jobs(engine, "--retry-quarantined", size=1)
-        self.assertEqual(len(engine.prompts()), 8)
+        engine = self.engine(no="number 1")
+        limited = "pending 3, answered 2, quarantined 1"
+        for more, statuses, asked in (("--limit 3", limited, 4),
+                                      ("", "answered 5, quarantined 1", 7),
+                                      ("--retry-quarantined", "answered 5, quarantined 1", 8)):
+            self.assertEqual(self.jobs(engine, *more.split(), count=6, size=1)[0], 1)
+            self.assertEqual((self.statuses(), len(engine.prompts())), (statuses, asked))
         engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.assertEqual((self.jobs(engine, "--retry-quarantined", size=1)[0], self.statuses()), (0, {"answered": 6}))
+        self.assertEqual(self.jobs(engine, "--retry-quarantined", size=1)[0], 0)
+        engine = self.engine(polls=9)
+        self.jobs(engine, "--no-wait", count=6)
+        engine.polls = 1
+        self.ends(engine, 0, 2, "pending 4, answered 2", "--abandon", "batch_0", "--limit", "2")
+        self.assertEqual(len(engine.jobs["batch_1"]["lines"]), 1)
 
-    def test_bad_requests_keys_and_refusals_of_a_job_are_said(self):
+    def test_what_a_job_was_made_of_lies_beside_the_ledger(self):
         engine = self.engine()
-        engine.handle = lambda step, path, query, data: (401, b'{"error": {"message": "bad key %s"}}' % KEY.encode())
-        code, out, err = self.jobs(engine, count=2)
-        self.assertEqual((code, len(engine.log)), (3, 1))
-        self.assertIn("no job was made: HTTP 401: bad key ***", out)
-        shutil.rmtree("runs")
-        for words in (["--model", "demo", "--batch-api"], ["--model", "ollama:m", "--batch-api"], ["--model", "openai:m", "--batch-api", "--max-calls", "3"],
-                      ["--model", "openai:m", "--no-wait"], ["--model", "openai:m", "--abandon", "x"]):
-            code, out, err = self.main("--input", "items.jsonl", *words)
-            self.assertEqual((code, out), (2, ""), words)
-            shutil.rmtree("runs", ignore_errors=True)
+        self.jobs(engine, count=3)
+        path = "runs/ledger-jobs/" + self.key()
+        kinds = ["manifest", "requests", "results"]
+        self.assertEqual(sorted(os.listdir("runs/ledger-jobs")),
+                         ["%s-%s.jsonl" % (self.key(), kind) for kind in kinds])
+        self.assertEqual(self.bytes(path + "-requests.jsonl"), engine.files["file-0"])
+        self.assertEqual([(row["source"], row["id"], row["text_sha"])
+                          for row in self.lines(path + "-manifest.jsonl")],
+                         [(str(n), item.id, item.digest[:32]) for n, item in enumerate(made(3))])
 
-    def test_a_job_that_cannot_be_seen_is_looked_at_again_but_not_for_ever(self):
-        engine = self.engine()
-        seen, real = collections.Counter(), engine.handle
+    # ---- one job, never two ----
 
-        def handle(step, path, query, data):
-            seen[step] += 1
-            if (step, seen[step]) in (("look", 1), ("look", 3), ("fetch", 1)):
-                return 404, b'{"error": {"message": "not visible yet"}}'
-            return real(step, path, query, data)
-        engine.handle = handle
-        self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-        shutil.rmtree("runs")
-        for reply in (b'{"error": {"message": "no such batch"}}', b"{}", b"[1]", b"<html>"):
-            engine.handle = lambda step, path, query, data, reply=reply: (200, reply) if step == "look" else real(step, path, query, data)
-            with mock.patch.object(bh, "MAX_TROUBLES", 3):
-                code, out, err = self.jobs(engine, count=4)
-            self.assertEqual(code, 3)
-            self.assertIn("cannot be asked after: ", out)
-            engine.handle = real
-            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-            shutil.rmtree("runs")
+    def test_a_creation_whose_answer_was_lost_makes_one_job(self):
+        for form, fault in itertools.product(self.FORMS, ("lost", "drop")):
+            engine = self.engine(None, form)
+            engine.others(3)                    # on two pages of the list
+            engine.faults["create"] = iter([fault])
+            self.ends(engine, 0, 4, "answered 4", count=4)
+            self.assertEqual(self.steps().count("created"), 1)
+            self.assertNotIn("abandoned", self.steps())
 
-    def test_results_without_custom_ids_are_joined_to_nothing(self):
-        engine = self.engine(lambda prompt, name: {"custom_id": None, "response": {"status_code": 200, "body": engine.reply(reply_to_prompt(prompt))}, "error": None})
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, self.rows("runs/ledger.jsonl"), self.statuses()), (3, [], {"pending": 4}))
-        self.assertIn("job batch_0 holds none of the requests", out)
-        self.assertEqual(len(self.read(next(path for path in self.written() if "results" in path)).splitlines()), 2)
+    def test_killed_at_any_step_it_makes_one_job(self):
+        for form, taken, number in itertools.product(self.FORMS, (True, False), range(6)):
+            with self.subTest(form=form, taken=taken, number=number):
+                engine = self.engine(None, form, no="number 3", least=2)
+                self.items_file(4)
+                seen, go = [], threading.Event()
 
-    def test_results_are_split_at_line_feeds_alone(self):
-        engine = self.engine(lambda prompt, name: engine.reply(json.dumps([{"id": item, "answer": "one\u2028two\x85three"} for item, _ in asked_in(prompt)], ensure_ascii=False)))
-        self.items_file(4)
-        words = self.words(engine)
-        at = words.index("--labels")
-        self.assertEqual(self.main(*words[:at], *words[at + 2:])[0], 0)
-        self.assertEqual({answer for row in self.rows("runs/ledger.jsonl") for answer in row["answers"].values()}, {"one\u2028two\x85three"})
+                def hold(step, handled):
+                    if handled is taken:
+                        seen.append(step)
+                        if len(seen) == number + 1:
+                            return go.wait(20)
+                    return False
+                engine.gate = hold
+                self.killed(engine, lambda: len(seen) > number)
+                go.set()
+                engine.gate = lambda step, handled: False
+                self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, "answered 4"))
+                asked = collections.Counter(engine.prompts())
+                self.assertEqual(sorted(asked.values()), [1, 1, 1, 2])      # one failed
+                rows = self.rows(LEDGER)
+                self.assertEqual(len({row["custom_id"] for row in rows}), len(rows))
+
+    def test_an_undecided_job_blocks_until_it_ends_or_a_person_gives_it_up(self):
+        for given_up in (False, True):
+            engine = self.engine(None, "messages", polls=99)
+            engine.faults["create"] = iter(["lost"])
+            said = self.ends(engine, 4, 1, "pending 4", "--no-wait", count=4)
+            self.assertIn("job msgbatch_0 may be the one that was to be made, and cannot be looked "
+                          "into yet; wait until it ends, or say --abandon " + self.key(), said)
+            self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
+            engine.polls = engine.jobs["msgbatch_0"]["left"] = 0
+            more = ["--abandon", self.key()] * given_up
+            self.ends(engine, 0, 1 + given_up, "answered 4", *more)
+
+    def test_a_lost_creation_is_submitted_again_under_its_key_until_it_is_known(self):
+        for form in self.FORMS:
+            engine = self.engine(None, form)
+            self.lagging(engine)
+            with mock.patch.object(bh, "MAX_TROUBLES", 5):
+                self.assertEqual(self.jobs(engine, count=4)[0], 3)
+            self.assertNotIn("abandoned", self.steps())
+            engine.faults.clear()
+            made, uploads = list(engine.jobs.values()), engine.log.count("upload")
+            self.assertGreater(len(made), 1)
+            self.items_file(1, "other.jsonl", 9)                # the input does not matter any more
+            self.assertEqual(self.main(*self.words(engine), "--input", "other.jsonl")[0], 0)
+            self.assertEqual(self.statuses(), "answered 4")
+            for job in made:                                    # the same custom ids, and texts
+                self.assertEqual(job["lines"], made[0]["lines"])
+            self.assertEqual(engine.log.count("upload"), uploads + engine.chat)     # of other.jsonl
+            self.assertEqual(len(engine.keys()), 2)
+
+    def lagging(self, engine, times=99):
+        """The answers to creations are lost, and the list does not show what was made, so often."""
+        lost = {"create": (502, b"lost"), "list": (200, b'{"data": [], "has_more": false}')}
+        for step, reply in lost.items():
+            engine.faults[step] = itertools.repeat(lambda *came, reply=reply: reply, times)
+
+    def test_killed_while_the_list_lags_it_keeps_key_file_and_custom_ids(self):
+        for form in self.FORMS:
+            engine = self.engine(None, form)
+            self.lagging(engine, 3)
+            self.items_file(4)
+            self.killed(engine, lambda: "list" in engine.log)
+            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, "answered 4"))
+            names = {line["custom_id"] for job in engine.jobs.values() for line in job["lines"]}
+            counts = self.steps().count("intent"), len(engine.keys()), len(names), len(engine.files)
+            self.assertEqual(counts, (1, 1, 2, int(engine.chat)))
+
+    def test_a_job_that_is_made_after_its_creation_failed_is_found(self):
+        self.patched(GRACE=0.2)
+        for form in self.FORMS:
+            engine = self.engine(None, form)
+            real, late = engine.handle, []
+
+            def handle(step, *more):
+                if step == "create" and not late:
+                    late.append(threading.Timer(0.1, real, (step, *more)))
+                    late[0].start()
+                    return 504, b"<html>gateway time-out</html>"
+                return real(step, *more)
+            engine.handle = handle
+            self.ends(engine, 0, 1, "answered 4", count=4)
+
+    def test_a_list_in_any_order_and_without_pages_is_read(self):
+        for paged in (True, False):
+            def page(status, body):
+                document = json.loads(body)
+                if not paged:
+                    document.update(data=[engine.document(name) for name in list(engine.jobs)[:2]])
+                    del document["has_more"]
+                return status, json.dumps(document).encode()
+            engine = self.engine()
+            engine.others(2 + paged)
+            engine.faults["create"] = iter(["lost" if paged else "drop"])
+            engine.faults["list"] = itertools.repeat(page)
+            self.ends(engine, 0, 3 + paged, "answered 4", count=4)
+
+    def test_statuses_that_say_that_no_job_was_made(self):
+        none = "there is no batch engine"
+        for status, words in ((405, none), (501, none), (429, "")):
+            engine = self.engine()
+            engine.faults["create"] = iter([(status, b"{}")] * 2)
+            code, out, err = self.jobs(engine, count=4)
+            self.assertIn(words, out)
+            self.assertEqual((code, "list" in engine.log), (3 if words else 0, False))
+            self.assertEqual(len(engine.keys()), 1)
 
     def test_a_step_that_is_not_on_the_ledger_is_followed_by_none(self):
         engine, real = self.engine(), bh.Ledger.append
@@ -4744,143 +4776,31 @@ class BatchJobs(EndpointCase):
             real(ledger, parts)
         with mock.patch.object(bh.Ledger, "append", full):
             self.assertEqual((self.jobs(engine, count=4)[0], engine.log), (3, ["upload"]))
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
+        self.ends(engine, 0, 1, "answered 4")
 
-    def test_a_job_that_is_made_after_its_creation_failed_is_found(self):
-        for form in ("chat", "messages"):
-            engine, late = self.engine(None, form), []
-            real = engine.handle
-
-            def handle(step, path, query, data, engine=engine, real=real, late=late):
-                if step == "create" and not late:
-                    late.append(threading.Timer(0.1, real, (step, path, query, data)))
-                    late[0].start()
-                    return 504, b"<html>gateway time-out</html>"
-                return real(step, path, query, data)
-            engine.handle = handle
-            with mock.patch.object(bh, "GRACE", 0.2):
-                self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-            shutil.rmtree("runs")
-
-    def test_a_list_that_cannot_tell_makes_nothing(self):
-        other = {"lines": [], "left": 0, "metadata": None, "file": "other", "made": time.time() - 5 * 86400}
-        for reply in (b'{"message": "please try again"}', b'{"error": {"message": "x"}}', b'{"data": null}', b'{"data": {}}', b'{"data": [], "has_more": true}', "ascending"):
-            engine = self.engine()
-            left, lists, real = ["create"], [], engine.handle
-            engine.after = lambda step, left=left: step in left and (left.remove(step) or True)
-
-            def handle(step, path, query, data, reply=reply, lists=lists, real=real):
-                if step == "list" and isinstance(reply, bytes) and len(lists) < 2:
-                    lists.append(1)
-                    return 200, reply
-                return real(step, path, query, data)
-            engine.handle = handle
-            if reply == "ascending":
-                for number in range(100, 103):
-                    engine.jobs["batch_%d" % number] = other
-            code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, len([job for job in engine.jobs.values() if job is not other]), self.statuses()), (0, 1, {"answered": 4}), (reply, err))
-            shutil.rmtree("runs")
-
-    def test_results_that_are_cut_or_late_are_fetched_again(self):
-        for fault in ("cut", "no file yet", "one line short"):
-            engine = self.engine()
-            seen, real, document = collections.Counter(), engine.handle, engine.document
-
-            def handle(step, path, query, data, fault=fault, seen=seen, real=real):
-                status, body = real(step, path, query, data)
-                seen[path] += 1
-                if fault == "cut" and "/out-" in path and seen[path] < 3:
-                    body = body[:-20]
-                if fault == "one line short" and "/out-" in path and seen[path] < 3:
-                    body = body.split(b"\n")[0]
-                return status, body
-
-            def late(name, fault=fault, seen=seen, document=document):
-                seen["look"] += 1
-                return dict(document(name), **({"output_file_id": None} if fault == "no file yet" and seen["look"] < 4 else {}))
-            engine.handle, engine.document = handle, late
-            code, out, err = self.jobs(engine, count=8)
-            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 8}), (fault, err))
-            shutil.rmtree("runs")
-
-    def test_counters_and_files_that_never_come_right_hold_nothing_up(self):
-        for fault in ("counts", "error file"):
-            engine = self.engine()
-            real, document = engine.handle, engine.document
-            engine.document = lambda name, document=document, fault=fault: dict(document(name), **({"request_counts": {"total": 9, "completed": 9, "failed": 0}} if fault == "counts" else {}))
-            engine.handle = lambda step, path, query, data, real=real, fault=fault: (404, b"{}") if fault != "counts" and "/err-" in path else real(step, path, query, data)
-            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 0)
-            self.assertEqual((len(engine.jobs), self.statuses()), (1, {"answered": 4}), fault)
-            shutil.rmtree("runs")
-
-    def test_results_of_which_nothing_can_be_had_are_not_paid_again(self):
+    def test_requests_that_are_gone_are_not_made_up(self):
+        for form in self.FORMS:
+            engine = self.engine(None, form)
+            self.lagging(engine)
+            with mock.patch.object(bh, "MAX_TROUBLES", 1):
+                self.assertEqual(self.jobs(engine, count=4)[0], 3)
+            path = next(path for path in self.written() if "requests" in path)
+            os.replace(path, "kept")
+            engine.jobs.clear()
+            engine.faults.clear()
+            if not engine.chat:                 # the file is what would be submitted
+                said = self.ends(engine, 3, 0, "pending 4")
+                self.assertIn("its requests are gone from " + path, said)
+                os.replace("kept", path)
+            self.ends(engine, 0, 1, "answered 4")
+            self.assertEqual(self.steps().count("intent"), 1)
         engine = self.engine()
-        real = engine.handle
-        engine.handle = lambda step, path, query, data: (404, b"{}") if step == "fetch" else real(step, path, query, data)
-        with mock.patch.object(bh, "MAX_TROUBLES", 2):
-            self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), "collected" in self.steps()), (3, 1, False))
-        engine.handle = real
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-
-    def test_a_job_is_taken_up_by_its_own_model_at_its_own_host_only(self):
-        engine, other = self.engine(polls=9), self.engine()
-        self.jobs(engine, "--no-wait", count=4)
-        for words in ([*self.words(other)], [word if word != "openai:m" else "openai:other" for word in self.words(engine)]):
-            code, out, err = self.main(*words)
-            self.assertEqual((code, out), (2, ""))
-            self.assertIn("batch_0 was asked of openai:m at " + engine.base, err)
-        self.assertEqual((len(other.log), len(engine.jobs)), (0, 1))
-        engine.jobs["batch_0"]["left"] = 0
-        self.assertEqual(self.jobs(engine, "--order", "strict")[0], 0)
-        self.assertEqual({row["run"] for row in self.rows("runs/ledger.jsonl")}, {self.rows("runs/ledger.jsonl", "run")[0]["run"]})
-        self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 0)
-
-    def test_a_refused_text_is_settled_in_a_round_of_its_own_too(self):
-        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "other"}
-        engine = self.engine(lambda prompt, name: {"custom_id": name, "response": {"status_code": 400, "body": {"error": refusal}}, "error": None}
-                             if "number 3" in prompt else engine.reply(reply_to_prompt(prompt)))
-        self.assertEqual((self.jobs(engine, count=9)[0], self.statuses()), (1, {"answered": 8, "quarantined": 1}))
-
-    def test_a_creation_that_never_works_ends_the_run(self):
-        for status in (429, 503):
-            engine = self.engine()
-            real = engine.handle
-            engine.handle = lambda step, path, query, data, real=real, status=status: (status, b"{}") if step == "create" else real(step, path, query, data)
-            with mock.patch.object(bh, "MAX_TROUBLES", 5):
-                code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, engine.log.count("create")), (3, 5 if status == 429 else 3), out)
-            engine.handle = real
-            self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-            shutil.rmtree("runs")
-
-    def test_a_look_that_hangs_holds_no_deadline_up(self):
-        engine = self.engine()
-        go = threading.Event()
-        self.addCleanup(go.set)
-        engine.before = lambda step: step == "look" and go.wait(30) and False
-        began = time.monotonic()
-        code, out, err = self.jobs(engine, "--deadline", "1s", count=4)
-        self.assertEqual((code, time.monotonic() - began < 10), (4, True), err)
-        go.set()
-        engine.before = lambda step: False
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-
-    def test_what_is_abandoned_under_a_limit_is_asked_up_to_the_limit(self):
-        engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=6)
-        engine.polls = 1
-        self.assertEqual(self.jobs(engine, "--abandon", "batch_0", "--limit", "2")[0], 0)
-        self.assertEqual((len(engine.jobs["batch_1"]["lines"]), self.statuses()), (1, {"answered": 2, "pending": 4}))
-
-    def test_no_word_of_a_provider_holds_the_key(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends, engine.errors = KEY, {"data": [{"code": "x", "message": "bad key " + KEY, "line": 1}]}
-        real = engine.document
-        engine.document = lambda name: dict(real(name), request_counts={KEY: 3}, status="failed" if engine.jobs[name]["left"] <= 0 else KEY)
-        code, out, err = self.jobs(engine, count=4)             # looks into everything that was written and said
-        self.assertEqual(code, 3)
-        self.assertIn("bad key ***", out)
+        engine.faults["upload"] = itertools.repeat("drop")
+        self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
+        shutil.rmtree("runs/ledger-jobs")
+        engine.faults.clear()
+        self.ends(engine, 0, 1, "answered 4")
+        self.assertEqual(self.steps()[:3], ["intent", "abandoned", "intent"])
 
     def test_a_damaged_intent_blocks(self):
         engine = self.engine(polls=9)
@@ -4888,368 +4808,425 @@ class BatchJobs(EndpointCase):
         lines = self.bytes().split(b"\n")
         place = next(n for n, line in enumerate(lines) if b'"step": "intent"' in line)
         intent = json.loads(lines[place])
-        name = next(iter(intent["requests"]))
-        for change in ({"at": 5}, {"key": "x"}, {"requests": {}}, *({"requests": {name: dict(intent["requests"][name], **odd)}} for odd in (
-                {"sources": ["abc", None]}, {"batch_id": ""}, {"size": 0}, {"attempt": 0}, {"attempt": 10 ** 30}, {"batch": ["", "a"]}, {"batch": 5},
-                {"text_sha": ["0" * 32] * 2}, {"batch": intent["requests"][name]["batch"][:1] * 2}))):
-            self.write("runs/ledger.jsonl", b"\n".join([*lines[:place], json.dumps(dict(intent, **change)).encode(), *lines[place + 1:]]))
+        name, request = next(iter(intent["requests"].items()))
+        odd = [("sources", ["abc", None]), ("batch_id", ""), ("size", 0), ("attempt", 0),
+               ("batch", 5), ("attempt", 10 ** 30), ("batch", ["", "a"]), ("text_sha", ["0" * 32] * 2),
+               ("batch", request["batch"][:1] * 2)]
+        for change in ({"at": 5}, {"key": "x"}, {"requests": {}},
+                       *({"requests": {name: {**request, word: value}}} for word, value in odd)):
+            lines[place] = json.dumps({**intent, **change}).encode()
+            self.write(LEDGER, b"\n".join(lines))
             code, out, err = self.jobs(engine)
             self.assertEqual((code, len(engine.jobs)), (2, 1), (change, out, err))
             self.assertIn("what it was to ask is damaged or gone; go back", err)
-            self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 1)
+            self.assertEqual(self.main("audit", "--ledger", LEDGER)[0], 1)
 
-    def test_a_job_survives_the_network(self):
-        engine = self.engine(polls=4)
-        seen = collections.Counter()
+    def test_a_job_is_taken_up_by_its_own_model_at_its_own_host_only(self):
+        other, engine = self.engine(), self.engine(polls=9)
+        self.jobs(engine, "--no-wait", count=4)
+        for words in (self.words(other), [*self.words(engine), "--model", "openai:other"]):
+            code, out, err = self.main(*words)
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn("batch_0 was asked of openai:m at " + engine.base, err)
+        self.assertEqual((len(other.log), len(engine.jobs)), (0, 1))
+        engine.jobs["batch_0"]["left"] = 0
+        self.ends(engine, 0, 1, "answered 4", "--order", "strict")
+        runs = {row["run"] for row in self.rows(LEDGER)}
+        self.assertEqual(runs, {self.rows(LEDGER, "run")[0]["run"]})
+        self.assertEqual(self.main("audit", "--ledger", LEDGER)[0], 0)
 
-        def flaky(step):
-            seen[step] += 1
-            return seen[step] == 1 and step != "create"
-        engine.before = flaky
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
+    def test_abandon_cancels_at_the_provider(self):
+        late = 409, b'{"error": {"message": "too late"}}'
+        for form, words, fault in (
+                ("chat", "the provider was told to cancel it: cancelling", None),
+                ("messages", "the provider was told to cancel it: canceling", None),
+                ("chat", "its requests may go on where they were sent, and cost", late)):
+            engine = self.engine(None, form, polls=9)
+            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
+            [name] = engine.jobs
+            engine.polls, engine.faults["cancel"] = 1, iter([fault])
+            said = self.ends(engine, 0, 2, "answered 4", "--abandon", name)
+            self.assertEqual(engine.log.count("cancel"), 1)
+            self.assertIn("job %s is abandoned; %s" % (name, words), said)
 
-    def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_and_less_often(self):
+    # ---- patience ----
+
+    def test_what_fails_for_a_while_is_tried_again_and_nothing_is_paid_twice(self):
+        def changed(**members):             # a status, also one that holds the key
+            return lambda status, body: (
+                status, json.dumps({**json.loads(body), **members}).encode())
+
+        def cut(status, body):
+            return status, body[:-20]
+
+        def short(status, body):
+            return status, body.split(b"\n")[0]
+        gone = 404, b"{}"
+        counts = {"total": 9, "completed": 9, "failed": 0}
+        lists = (b'{"message": "please try again"}', b'{"error": {"message": "x"}}',
+                 b'{"data": null}', b'{"data": {}}', b'{"data": [], "has_more": true}')
+        for faults in (
+                {"upload": ["drop"], "look": ["drop"], "fetch": ["drop"]},
+                {"look": [gone, None, gone], "fetch": [gone]},
+                *({"create": ["lost"], "list": [(200, reply)] * 2} for reply in lists),
+                {"create": ["lost"], "list": ["drop"]},
+                {"fetch": [cut, None, cut]}, {"fetch": [short, None, short]},
+                {"look": [changed(output_file_id=None)] * 3},
+                {"look": [changed(status=KEY, request_counts={KEY: 3})]},
+                {"look": itertools.repeat(changed(request_counts=counts))},
+                {"fetch": itertools.cycle([None, gone])}):
+            engine = self.engine()
+            engine.faults = {step: iter(entries) for step, entries in faults.items()}
+            self.ends(engine, 0, 1, "answered 8", count=8)
+            self.assertEqual(self.failures(), [])
+
+    def test_what_never_works_ends_the_run_and_is_gone_on_with_later(self):
+        self.patched(MAX_TROUBLES=5)
+        for step, reply, tries, words in (
+                ("create", (429, b"{}"), 5, "no job was made: HTTP 429"),
+                ("create", (503, b"{}"), 3, "it is not known whether a job was made"),
+                ("fetch", (404, b"{}"), 5, "cannot be asked after: HTTP 404"),
+                ("fetch", (200, b""), 5, "its results are fewer than it counts"),
+                *(("look", (200, reply), 5, "cannot be asked after: a reply without id")
+                  for reply in (b'{"error": {"message": "none"}}', b"{}", b"[1]", b"<html>"))):
+            engine = self.engine()
+            engine.faults[step] = itertools.repeat(reply)
+            code, out, err = self.jobs(engine, count=4)
+            self.assertEqual((code, self.statuses()), (3, "pending 4"))
+            self.assertIn(words, out + err)
+            self.assertGreaterEqual(engine.log.count(step), tries)
+            self.assertNotIn("collected", self.steps())
+            engine.faults.clear()
+            self.ends(engine, 0, 1, "answered 4")
+
+    def test_bad_keys_and_what_means_nothing_are_said(self):
+        engine = self.engine()
+        reply = json.dumps({"error": {"message": "bad key " + KEY}}).encode()
+        engine.faults["upload"] = itertools.repeat((401, reply))
+        said = self.ends(engine, 3, 0, "pending 2", count=2)
+        self.assertEqual(engine.log, ["upload"])
+        self.assertIn("no job was made: HTTP 401: bad key ***", said)
+        for words in ("demo --batch-api", "ollama:m --batch-api", "openai:m --no-wait",
+                      "openai:m --batch-api --max-calls 3", "openai:m --abandon x"):
+            shutil.rmtree("runs", ignore_errors=True)
+            code, out, err = self.main("--input", "items.jsonl", "--model", *words.split())
+            self.assertEqual((code, out), (2, ""), words)
+
+    def test_what_is_gone_for_good_is_to_be_abandoned(self):
+        for gone in ("look", "fetch"):
+            engine = self.engine()
+            engine.faults[gone] = itertools.repeat((404, b"{}"))
+            for more in ([], ["--no-wait"]):
+                said = self.ends(engine, 3, 1, "pending 4", *more, count=4)
+                self.assertRegex(said, "gone for good, say --abandon batch_0\n")
+                self.assertNotIn("run the same command", said)
+            engine.faults.clear()
+            self.ends(engine, 0, 2, "answered 4", "--abandon", "batch_0")
+
+    def test_a_look_that_hangs_holds_no_deadline_up(self):
+        engine, go = self.engine(), threading.Event()
+        self.addCleanup(go.set)
+        engine.gate = lambda step, handled: step == "look" and not go.wait(30)
+        began = time.monotonic()
+        self.ends(engine, 4, 1, "pending 4", "--deadline", "1s", count=4)
+        self.assertLess(time.monotonic() - began, 10)
+        go.set()
+        self.ends(engine, 0, 1, "answered 4")
+
+    def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_often(self):
         engine, waits, real = self.engine(polls=20), [], bh.Jobs._wait
-        with mock.patch.multiple(bh, POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
-                mock.patch.object(bh.Jobs, "_wait", lambda rounds, seconds, words: (waits.append(seconds), real(rounds, 0.0, words))[1]):
+
+        def wait(jobs, seconds, words):
+            waits.append(seconds)
+            real(jobs, 0.0, words)
+        self.patched(POLL=self.USUAL[0], MAX_POLL=self.USUAL[1])
+        with mock.patch.object(bh.Jobs, "_wait", wait):
             self.assertEqual(self.jobs(engine, count=4)[0], 0)
-        self.assertTrue(1.8 <= waits[0] <= 2.2 and 2.7 <= waits[1] <= 3.3, waits)
-        self.assertTrue(270 <= waits[-1] <= 330, waits)
+        self.assertEqual(([*waits[:2]], waits[-1]), ([2.0, 3.0], 300.0))
 
     def test_an_interrupt_leaves_the_job_to_be_taken_up(self):
         engine = self.engine(polls=10 ** 6)
         self.items_file(4)
-        run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=usual_signals if os.name == "posix" else None)
+        run = subprocess.Popen(
+            [sys.executable, "-c", self.QUICK, *self.words(engine)], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, preexec_fn=usual_signals if os.name == "posix" else None)
         self.wait_for(lambda: "look" in engine.log, "a look at the job")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=20)
         self.assertEqual(run.returncode, 130, err)
         self.assertIn(b"interrupted; jobs go on at the provider", out)
         engine.jobs["batch_0"]["left"] = 0
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
+        self.ends(engine, 0, 1, "answered 4")
 
-    def test_what_a_job_was_made_of_lies_beside_the_ledger(self):
-        engine = self.engine()
-        self.jobs(engine, count=3)
-        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
-        folder = "runs/ledger-jobs"
-        self.assertEqual(sorted(os.listdir(folder)), ["%s-%s.jsonl" % (key, what) for what in ("manifest", "requests", "results")])
-        self.assertEqual(self.read("%s/%s-requests.jsonl" % (folder, key)).encode(), engine.files["file-0"])
-        manifest = [json.loads(line) for line in self.read("%s/%s-manifest.jsonl" % (folder, key)).splitlines()]
-        self.assertEqual([(row["source"], row["id"], row["text_sha"]) for row in manifest],
-                         [(str(n), bh.item_id("text number %d" % n), bh.text_digest("text number %d" % n)[:32]) for n in range(3)])
+    # ---- results ----
 
-    def emit(self, *more, ledger="runs/ledger.jsonl"):
+    def test_what_is_missing_unknown_repeated_crossed_or_errored_is_named(self):
+        def answer(prompt, name):
+            first, place = len(engine.jobs) == 1, name.rpartition("-")[2]
+            if first and place == "1":
+                return None
+            if first and place == "2":
+                error = {"code": "batch_expired", "message": "Not run in time."}
+                return {"custom_id": name, "response": None, "error": error}
+            if first and place == "3":          # what belongs to request 4
+                return engine.reply(reply_to(made(8)[6:], "bad"))
+            return engine.reply(reply_to_prompt(prompt))
+        engine = self.engine(answer)
+        engine.ends = "expired"
+        engine.extra = [engine.line("nobody-1", engine.reply("[]")), "junk\n", "[]\n"]
+        said = self.ends(engine, 0, 2, "answered 10", count=10)
+        ids = ", ".join(item.id for item in made(2))
+        key = self.key()
+        for words in ("missing: %s-1 (%s): the results" % (key, ids), "crossed: %s-3 " % key,
+                      'unknown: line 4, "{\\"custom_id\\": \\"nobody-1\\"',
+                      'unknown: line 5, "junk',
+                      "as the provider counts: expired (completed 5, total 5, failed 0)"):
+            self.assertIn("job batch_0, " + words, said)
+        self.assertIn("job batch_0: 10 items submitted, 6 came back; by verdict: no reply 4, ok 4, "
+                      "set_mismatch 2", said)
+        row = next(row for row in self.rows(LEDGER, "job") if row["step"] == "collected")
+        members = ("items", "missing", "unknown", "crossed", "repeated", "errored", "ended_as")
+        self.assertEqual([row[name] for name in members], [10, 1, 3, 1, 0, 1, "expired"])
+        self.assertEqual([row["detail"] for row in self.failures()],
+                         ["the results hold no line for it", "Not run in time."])
+        self.assertEqual(self.given(), {"good"})
+
+    def test_two_lines_for_one_request_count_once_or_not_at_all(self):
+        for other, jobs in (("good", 1), ("bad", 2)):
+            engine = self.engine()
+
+            def repeat(status, body):
+                line = engine.jobs["batch_0"]["lines"][0]
+                reply = engine.reply(reply_to_prompt(prompt_of(line), other))
+                engine.extra = [engine.line(line["custom_id"], reply)]
+                return status, body
+            engine.faults["create"] = iter([repeat])
+            said = self.ends(engine, 0, jobs, "answered 2", count=2, size=1)
+            self.assertIn("job batch_0, repeated: ", said)
+            self.assertEqual(self.given(), {"good"})
+
+    def test_results_without_custom_ids_are_joined_to_nothing(self):
+        engine = self.engine(lambda prompt, name: engine.line(None, engine.reply("[]")))
+        said = self.ends(engine, 3, 1, "pending 4", count=4)
+        self.assertIn("job batch_0 holds none of the requests", said)
+        self.assertEqual(self.rows(LEDGER), [])
+        [path] = [path for path in self.written() if "results" in path]
+        self.assertEqual(len(self.read(path).splitlines()), 2)
+
+    def test_results_are_split_at_line_feeds_alone(self):
+        text = "one\u2028two\x85three"
+        engine = self.engine(lambda prompt, name: engine.reply(json.dumps(
+            [{"id": item, "answer": text} for item, _ in asked_in(prompt)], ensure_ascii=False)))
+        self.items_file(4)
+        words = self.words(engine)
+        del words[words.index("--labels"):]
+        self.assertEqual(self.main(*words)[0], 0)
+        self.assertEqual(self.given(), {text})
+
+    def test_a_job_that_was_refused_whole_stops_the_run_and_says_why(self):
+        engine = self.engine(lambda prompt, name: None)
+        engine.ends = "failed"
+        engine.errors = {"data": [{"code": "invalid_json_line", "message": "bad line " + KEY}]}
+        said = self.ends(engine, 3, 1, "pending 4", count=4)
+        self.assertIn('job batch_0 was refused whole: [{"code": "invalid_json_line", "message": '
+                      '"bad line ***"', said)
+
+    def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
+        engine = self.engine(lambda prompt, name: None)
+        engine.ends = "failed"
+        engine.errors = {"data": [{"code": "token_limit_exceeded", "line": None}]}
+        said = self.ends(engine, 3, 3, "pending 4", count=4)
+        self.assertIn("3 rounds of jobs brought no reply", said)
+        engine.ends, engine.errors = "completed", None
+        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
+        self.ends(engine, 0, 4, "answered 4")
+
+    def test_refused_contents_are_verdicts_only_where_something_succeeded(self):
+        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "other"}
+        lines = {
+            "chat": {"response": {"status_code": 400, "body": {"error": refusal}}, "error": None},
+            "messages": {"result": {"type": "errored", "error": {"error": refusal}}}}
+        for form, line in lines.items():
+            engine = self.engine(None, form)
+            usual = engine.answer
+
+            def refuse(prompt, name, no="number 3"):
+                return {"custom_id": name, **line} if no in prompt else usual(prompt, name)
+            engine.answer = refuse
+            for count, size in ((5, 1), (9, 2)):        # alone, or in a round of its own
+                shutil.rmtree("runs", ignore_errors=True)
+                engine.jobs.clear()
+                code, out, err = self.jobs(engine, count=count, size=size)
+                statuses = "answered %d, quarantined 1" % (count - 1)
+                self.assertEqual((code, self.statuses()), (1, statuses), err)
+                codes = {row["verdict"] for row in self.rows(LEDGER)}
+                self.assertEqual(codes, {"ok", "rejected"})
+            engine.answer = functools.partial(refuse, no="")
+            for count, ends in ((20, (3, 1, "pending 20")), (5, (1, 1, "quarantined 5"))):
+                shutil.rmtree("runs")
+                engine.jobs.clear()
+                said = self.ends(engine, *ends, count=count, size=1)
+                self.assertIn("rejected (HTTP 400: no", said)
+                self.assertEqual("20 calls brought no acceptable reply" in said, count == 20)
+
+    def test_jobs_without_an_acceptable_reply_stop_and_quarantine_nothing(self):
+        engine = self.engine(no="number")
+        said = self.ends(engine, 3, 2, "pending 15", count=15, size=1)
+        self.assertIn("30 calls brought no acceptable reply, as for item", said)
+        self.assertEqual(said.count("not accepted: item"), 1)
+        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
+        self.ends(engine, 0, 3, "answered 15", size=1)
+
+    def test_a_round_of_second_attempts_may_fail_whole(self):
+        self.patched(IN_A_ROW=5)
+        self.ends(self.engine(no="number 1"), 1, 2, "answered 9, quarantined 7", count=16, size=1)
+
+    # ---- files ----
+
+    EMIT = shlex.split("emit requests.jsonl --input items.jsonl --model openai:m --batch-size 2 "
+                       "--labels good,bad")
+
+    def emit(self, *more):
         os.environ.pop("OPENAI_API_KEY", None)              # a file of requests needs none
-        return self.main("emit", "requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--batch-size", "2", "--labels", "good,bad", "--ledger", ledger, *more)
+        return self.main(*self.EMIT, *more)
 
-    def answered_file(self, answer=None, name="results.jsonl"):
-        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
-        answer = answer or (lambda prompt: json.loads(completion(reply_to_prompt(prompt))))
-        rows = [{"id": "vllm-1", "custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "r", "body": answer(line["body"]["messages"][0]["content"])}, "error": None}
-                for line in lines]
-        self.write(name, "".join(json.dumps(row) + "\n" for row in rows))
-        return lines
+    def emitted(self, count, *more):
+        """What is answered to the requests about so many items: a line for each."""
+        self.items_file(count)
+        code, out, err = self.emit(*more)
+        self.assertEqual(code, 0, out + err)
+        return self.answered()
+
+    def answered(self, no="\0", path="requests.jsonl"):
+        def line(asked):
+            prompt = prompt_of(asked)
+            body = json.loads(completion("no" if no in prompt else reply_to_prompt(prompt)))
+            response = {"status_code": 200, "request_id": "r", "body": body}
+            row = {"custom_id": asked["custom_id"], "response": response, "error": None}
+            return json.dumps({"id": "vllm-1", **row}) + "\n"
+        return list(map(line, self.lines(path)))
+
+    def collect(self, lines, code, statuses, name="results.jsonl"):
+        """Collect lines, with what must come of it; what is said on standard error."""
+        self.write(name, "".join(lines))
+        came, out, err = self.main("collect", name)
+        self.assertEqual((came, self.statuses()), (code, statuses), out + err)
+        return err
 
     def test_requests_go_out_and_results_come_back_as_files(self):
         self.items_file(5)
         code, out, err = self.emit("--param", "temperature=0")
-        self.assertEqual(code, 0, out + err)
-        self.assertIn("3 requests about 5 items in requests.jsonl; let an engine answer them, then `collect RESULTS --ledger runs/ledger.jsonl`", out)
-        lines = self.answered_file(lambda prompt: json.loads(completion("no" if "number 3" in prompt else reply_to_prompt(prompt))))
-        self.assertEqual([(line["method"], line["url"], line["body"]["model"], line["body"]["temperature"]) for line in lines], [("POST", "/v1/chat/completions", "m", 0)] * 3)
+        self.assertIn("3 requests about 5 items in requests.jsonl; let an engine answer them, then "
+                      "`collect RESULTS --ledger runs/ledger.jsonl`", out)
+        for line in self.lines("requests.jsonl"):
+            asked = line["method"], line["url"], line["body"]["model"], line["body"]["temperature"]
+            self.assertEqual(asked, ("POST", "/v1/chat/completions", "m", 0))
         code, out, err = self.emit()
         self.assertEqual((code, out), (2, ""))
         self.assertIn("`collect` them, or --abandon ", err)
-        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, self.statuses()), (0, {"answered": 3, "pending": 2}), out + err)
-        before = self.bytes()
+        lines = self.answered(no="number 3")
+        self.collect(lines, 0, "answered 3, pending 2")
+        before = self.rows(LEDGER)
         for _ in range(2):                          # the same results again are no news
-            self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-            self.assertEqual(self.rows("runs/ledger.jsonl"), [json.loads(line) for line in before.splitlines() if b'"attempt"' in line[:30]])
+            self.collect(lines, 0, "answered 3, pending 2")
+            self.assertEqual(self.rows(LEDGER), before)
         self.assertEqual(self.emit()[0], 0)
-        [second] = self.answered_file()
-        self.assertEqual(len(asked_in(second["body"]["messages"][0]["content"])), 2)
-        self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertEqual(self.statuses(), {"answered": 5})
+        self.collect(self.answered(), 0, "answered 5")
         self.assertIn("nothing to do", self.emit()[1])
-        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, "ok"), (1, "ok"), (1, "not_json"), (2, "ok")])
+        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows(LEDGER)],
+                         [(1, "ok"), (1, "ok"), (1, "not_json"), (2, "ok")])
 
     def test_results_of_every_dialect_are_read(self):
-        self.items_file(8)
-        self.emit()
-        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
-        bodies = [json.loads(completion(reply_to_prompt(line["body"]["messages"][0]["content"]))) for line in lines]
-        self.write("results.jsonl", "\ufeff" + "".join(json.dumps(row) + "\r\n" for row in (
-            {"custom_id": lines[0]["custom_id"], "response": {"status_code": 200, "body": bodies[0]}},
-            {"custom_id": lines[1]["custom_id"], "response": {"status_code": 404, "request_id": "x", "body": None}, "error": {"error": {"message": "no such model", "code": 404}}},
-            {"custom_id": lines[2]["custom_id"], "response": {"status_code": 500, "body": None}, "error": "boom"},
-            {"custom_id": lines[3]["custom_id"], "response": {"body": bodies[3]}, "error": None})))
-        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, self.statuses()), (1, {"answered": 4, "pending": 4}), out + err)
-        self.assertEqual([row["detail"].partition(";")[0] for row in self.failures()], ["HTTP 404: no such model", "HTTP 500: boom"])
-        self.assertEqual(self.main("collect", "items.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
-        self.assertEqual(self.main("collect", "none.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
+        rows = list(map(json.loads, self.emitted(10)))
+        bodies = [row["response"]["body"] for row in rows]
+        nested = {"error": {"message": "no such model", "code": 404}}
+        for row, change in zip(rows, (
+                {"response": {"status_code": 200, "body": bodies[0]}},
+                {"response": {"status_code": 404, "body": None}, "error": nested},
+                {"response": {"status_code": 500, "body": None}, "error": "boom"},
+                {"response": {"body": bodies[3]}, "error": None},
+                {"response": bodies[4], "error": None})):           # Fireworks
+            row.update(change)
+        lines = "\ufeff", *(json.dumps(row) + "\r\n" for row in rows)
+        self.collect(lines, 1, "answered 6, pending 4")
+        self.assertEqual([row["detail"].partition(";")[0] for row in self.failures()],
+                         ["HTTP 404: no such model", "HTTP 500: boom"])
 
-    def test_late_results_are_taken_unless_the_items_were_answered_meanwhile(self):
-        self.items_file(4)
-        self.emit()
-        self.answered_file()
-        whole = self.read("results.jsonl").splitlines(True)
-        self.write("part.jsonl", whole[0])
-        self.assertEqual(self.main("collect", "part.jsonl", "--ledger", "runs/ledger.jsonl")[0], 1)
-        self.assertEqual(self.statuses(), {"answered": 2, "pending": 2})
-        self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertEqual(self.statuses(), {"answered": 4})
-        self.write("items.jsonl", '{"id": 9, "text": "another"}\n')
-        self.emit()
-        self.answered_file()
+    def test_late_results_are_taken_and_open_requests_block_a_run(self):
+        lines = self.emitted(4)
+        self.collect(lines[:1], 1, "answered 2, pending 2")
+        self.collect(lines, 0, "answered 4")
+        self.emitted(6)
         server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt, "bad")))
         code, out, err = self.ask(server, 0, "--labels", "good,bad", "--batch-size", "2")
-        self.assertEqual(code, 2)
+        self.assertEqual((code, server.requests), (2, []))
         self.assertIn("`collect` its results", err)
 
     def test_emit_and_collect_refuse_what_would_destroy_or_mislead(self):
         self.items_file(4)
         before = self.bytes("items.jsonl")
-        for target in ("items.jsonl", "./items.jsonl", "runs/ledger.jsonl"):
-            code, out, err = self.main("emit", target, "--input", "items.jsonl", "--model", "openai:m", "--ledger", "runs/ledger.jsonl")
+        for target in ("items.jsonl", "./items.jsonl", LEDGER, "none/requests.jsonl"):
+            code, out, err = self.main("emit", target, *self.EMIT[2:])
             self.assertEqual((code, self.bytes("items.jsonl")), (2, before))
-        self.assertEqual(self.main("emit", "none/requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--ledger", "runs/ledger.jsonl")[0], 2)
-        self.assertEqual(self.emit()[0], 0)
-        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
-        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "other/ledger.jsonl")[0], 2)
+        lines = self.emitted(4)
+        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "other/l.jsonl")[0], 2)
         self.assertFalse(os.path.exists("other"))
-        self.answered_file()
-        whole = self.bytes("results.jsonl").splitlines(True)
-        for number, line in enumerate(whole):
-            self.write("part%d.jsonl" % number, b"\xef\xbb\xbf" + line)
-        self.assertEqual(self.main("collect", "part0.jsonl", "part1.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertEqual(self.statuses(), {"answered": 4})
+        self.write("c.gz", gzip.compress(b"x" * 99)[:20])
+        self.write("odd.jsonl", '{"custom_id": "zz-1", "response": {}}')
+        before = self.bytes(), self.written()
+        for name, words in (("requests.jsonl", 'requests.jsonl, unknown: line 1, "{\\"custom_id'),
+                            ("items.jsonl", "no line of items.jsonl is the result of a request"),
+                            ("none.jsonl", "cannot read none.jsonl: "),
+                            ("odd.jsonl", "check both names"), ("c.gz", "cannot read c.gz: ")):
+            code, out, err = self.main("collect", name)
+            self.assertEqual((code, out, self.bytes(), self.written()), (2, "", *before), name)
+            self.assertIn(words, err)
+        self.write("a", lines[0])
+        self.write("b", "\ufeff" + lines[1])
+        self.assertEqual((self.main("collect", "a", "b")[0], self.statuses()), (0, "answered 4"))
 
     def test_an_open_job_of_a_provider_is_not_collected_from_a_file(self):
         engine = self.engine(polls=9)
         self.jobs(engine, "--no-wait", count=4)
         self.write("results.jsonl", engine.results("batch_0", "out"))
-        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, out), (2, ""))
+        self.assertEqual(self.main("collect", "results.jsonl")[:2], (2, ""))
         self.assertNotIn("collected", self.steps())
 
     def test_results_in_parts_are_counted_as_what_they_are(self):
-        self.items_file(10)
-        self.emit()
-        self.answered_file()
-        lines = self.read("results.jsonl").splitlines(True)
-        for name, part in (("a", lines[:3]), ("b", lines[3:4]), ("c", lines)):
-            self.write(name, "".join(part))
-        code, out, err = self.main("collect", "a", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual(code, 1)
-        code, out, err = self.main("collect", "b", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, len(self.failures())), (1, 2))
-        self.assertIn("10 items submitted, 8 came back; by verdict: no reply 2, ok 2", err)
-        self.assertEqual(err.count("missing: "), 1)
-        self.assertEqual(self.main("collect", "c", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertIn("nothing new", self.main("collect", "c", "--ledger", "runs/ledger.jsonl")[2])
-        self.assertEqual(self.statuses(), {"answered": 10})
-        self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 0)
+        lines = self.emitted(10)
+        self.collect(lines[:3], 1, "answered 6, pending 4")
+        said = self.collect(lines[3:4], 1, "answered 8, pending 2")
+        self.assertEqual((len(self.failures()), said.count("missing: ")), (2, 1))
+        self.assertIn("10 items submitted, 8 came back; by verdict: no reply 2, ok 2", said)
+        self.collect(lines, 0, "answered 10")
+        self.assertIn("nothing new", self.collect(lines, 0, "answered 10"))
+        self.assertEqual(self.main("audit", "--ledger", LEDGER)[0], 0)
 
-    # ---- the key is kept ----
-
-    def lagging(self, engine, creations=99, lists=99):
-        """The answers to creations are lost, and the list does not show what was made, so often."""
-        real, left = engine.handle, {"create": creations, "list": lists}
-
-        def handle(step, path, query, data):
-            status, body = real(step, path, query, data)
-            if left.get(step, 0) > 0:
-                left[step] -= 1
-                return (502, b"lost") if step == "create" else (200, b'{"data": [], "has_more": false}')
-            return status, body
-        engine.handle = handle
-
-    def test_a_lost_creation_is_submitted_again_under_its_key_until_it_is_known(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            self.lagging(engine)
-            with mock.patch.object(bh, "MAX_TROUBLES", 5):
-                code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, "abandoned" in self.steps()), (3, False), err)
-            del engine.handle
-            made, uploads = len(engine.jobs), engine.log.count("upload")
-            self.assertGreater(made, 1)
-            self.items_file(1, "other.jsonl", 9)                # the input does not matter any more
-            words = [word if word != "items.jsonl" else "other.jsonl" for word in self.words(engine)]
-            self.assertEqual(self.main(*words)[0], 0)
-            self.assertEqual(self.statuses(), {"answered": 4})
-            keys = {job["metadata"]["batch_harness"] for job in engine.jobs.values() if job["metadata"]}
-            sent = {head["Idempotency-Key"] for step, head in engine.headers if step == "create"}
-            again = [job["lines"] for job in list(engine.jobs.values())[:made]]
-            self.assertEqual(again, again[:1] * made)           # the same custom ids, and texts
-            self.assertEqual(engine.log.count("upload"), uploads + (form == "chat"))   # of other.jsonl
-            self.assertEqual(len(sent), 2, (keys, sent))
-            shutil.rmtree("runs")
-
-    def test_killed_while_the_list_lags_it_keeps_key_file_and_custom_ids(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            self.lagging(engine, 3, 3)
-            self.items_file(4)
-            run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            self.wait_for(lambda: "list" in engine.log, "a look for the job")
-            run.kill()
-            run.wait()
-            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-            self.assertEqual(self.steps().count("intent"), 1)
-            self.assertEqual(len({head["Idempotency-Key"] for step, head in engine.headers if step == "create"}), 1)
-            self.assertEqual(len({line["custom_id"] for job in engine.jobs.values() for line in job["lines"]}), 2)
-            self.assertLessEqual(len(engine.files), 1)
-            shutil.rmtree("runs")
-
-    def test_requests_that_are_gone_are_not_made_up(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            self.lagging(engine)
-            with mock.patch.object(bh, "MAX_TROUBLES", 1):
-                self.assertEqual(self.jobs(engine, count=4)[0], 3)
-            path = next(path for path in self.written() if "requests" in path)
-            text = self.read(path)
-            os.remove(path)
-            engine.jobs.clear()
-            del engine.handle
-            code, out, err = self.jobs(engine)
-            if form == "messages":              # the file is what would be submitted
-                self.assertEqual(code, 3)
-                self.assertIn("its requests are gone from " + path, out)
-                self.write(path, text)
-                code = self.jobs(engine)[0]
-            self.assertEqual((code, self.statuses()), (0, {"answered": 4}), out)
-            self.assertEqual((len(engine.jobs), self.steps().count("intent")), (1, 1))
-            shutil.rmtree("runs")
-        engine = self.engine()
-        engine.before = lambda step: step == "upload"
-        self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-        shutil.rmtree("runs/ledger-jobs")
-        engine.before = lambda step: False
-        self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-        self.assertEqual((len(engine.jobs), self.steps()[:3]), (1, ["intent", "abandoned", "intent"]))
-
-    def test_statuses_that_say_that_no_job_was_made(self):
-        for status, words in ((405, "there is no batch engine"), (501, "there is no batch engine"), (429, "")):
-            engine, left = self.engine(), [1, 1]
-            real = engine.handle
-            engine.handle = lambda step, path, query, data: (
-                (status, b"{}") if step == "create" and left and left.pop() else real(step, path, query, data))
-            code, out, err = self.jobs(engine, count=4)
-            self.assertIn(words, out)
-            self.assertEqual((code, "list" in engine.log), (3 if words else 0, False))
-            keys = {head["Idempotency-Key"] for step, head in engine.headers if step == "create"}
-            self.assertEqual(len(keys), 1)
-            shutil.rmtree("runs")
-
-    def test_what_is_gone_for_good_is_to_be_abandoned(self):
-        for gone in ("look", "fetch"):
-            engine = self.engine()
-            real = engine.handle
-            engine.handle = lambda step, path, query, data: (
-                (404, b"{}") if step == gone else real(step, path, query, data))
-            for more in ([], ["--no-wait"]):
-                code, out, err = self.jobs(engine, *more, count=4)
-                self.assertEqual((code, len(engine.jobs)), (3, 1))
-                self.assertRegex(out, "gone for good, say --abandon batch_0\n")
-                self.assertNotIn("run the same command", out)
-            del engine.handle
-            self.assertEqual(self.jobs(engine, "--abandon", "batch_0")[0], 0)
-            self.assertEqual((len(engine.jobs), self.statuses()), (2, {"answered": 4}))
-            shutil.rmtree("runs")
-
-    def test_abandon_cancels_at_the_provider(self):
-        for form, status in (("chat", "cancelling"), ("messages", "canceling"), ("chat", "")):
-            engine = self.engine(None, form, polls=9)
-            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-            [name], real = engine.jobs, engine.handle
-            if not status:
-                engine.handle = lambda step, path, query, data: (
-                    (409, b'{"error": {"message": "too late"}}') if step == "cancel" else real(step, path, query, data))
-            engine.polls = 1
-            code, out, err = self.jobs(engine, "--abandon", name)
-            self.assertEqual((code, engine.log.count("cancel"), self.statuses()), (0, 1, {"answered": 4}), err)
-            self.assertIn("job %s is abandoned; %s" % (
-                name, "the provider was told to cancel it: " + status if status else
-                "its requests may go on where they were sent, and cost"), err)
-            shutil.rmtree("runs")
-
-    # ---- streams ----
-
-    def test_a_round_is_cut_into_jobs_and_files_into_parts_of_any_size(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            with mock.patch.multiple(bh, MAX_REQUESTS=3, PART=100):
-                self.assertEqual((self.jobs(engine, count=14)[0], self.statuses()), (0, {"answered": 14}))
-            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [3, 3, 1])
-            shutil.rmtree("runs")
-
-    def peak(self, *words):
-        """The most memory, in MB, that a command takes in a process of its own."""
-        if sys.platform != "linux":
-            self.skipTest("ru_maxrss is not in kB here")
-        script = self.QUICK.replace("sys.exit(bh.main(sys.argv[1:]))", "import resource; bh.MAX_REQUESTS = 500; "
-                                    "bh.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
-        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
-        self.assertEqual(done.stderr.count(b"Traceback"), 0, done.stderr)
-        return int(done.stdout.split()[-1]) / 1024
-
-    def test_neither_requests_nor_results_are_held(self):
-        self.items_file(12000)
-        emit = ["emit", "requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--labels", "good,bad"]
-        least = self.peak("audit", "--ledger", "none")
-        self.assertLess(self.peak(*emit) - least, 30)
-        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
-        self.assertEqual(len(lines), 12000)
-        with open("results.jsonl", "w") as file:
-            for line in lines[:1500]:
-                body = json.loads(completion(reply_to_prompt(line["body"]["messages"][0]["content"]) + " " * 40000))
-                file.write(json.dumps({"custom_id": line["custom_id"], "response": {"status_code": 200, "body": body}}) + "\n")
-        self.assertLess(self.peak("collect", "results.jsonl") - least, 40)
-        self.assertEqual(self.statuses(), {"answered": 1500, "pending": 10500})
-
-    # ---- files ----
-
-    def test_collect_reads_gzip_and_fireworks_counts_each_file_and_keeps_a_copy(self):
-        self.items_file(6)
-        self.emit()
-        bodies = [json.loads(completion(reply_to_prompt(json.loads(line)["body"]["messages"][0]["content"])))
-                  for line in self.read("requests.jsonl").splitlines()]
-        names = [json.loads(line)["custom_id"] for line in self.read("requests.jsonl").splitlines()]
-        flat = [json.dumps({"custom_id": name, "response": body, "error": None}) for name, body in zip(names, bodies)]
-        self.write("a.gz", gzip.compress(("\ufeff" + flat[0] + "\n").encode()) + gzip.compress(flat[1].encode()))
-        self.write("b.jsonl", flat[1] + "\n" + flat[2] + "\n{}\n")
+    def test_collect_reads_gzip_counts_each_file_and_keeps_a_copy(self):
+        lines = [line.encode() for line in self.emitted(6)]
+        mark = b"\xef\xbb\xbf"
+        self.write("a.gz", gzip.compress(mark + lines[0]) + gzip.compress(lines[1].strip()))
+        self.write("b.jsonl", lines[1] + lines[2] + b"{}\n")
         code, out, err = self.main("collect", "a.gz", "b.jsonl")
-        self.assertEqual((code, self.statuses()), (1, {"answered": 6}), err)            # a line is nobody's
-        self.assertIn("a.gz, lines: results 2\n", err)
-        self.assertIn("b.jsonl, lines: results 2, unknown 1\n", err)
+        self.assertEqual((code, self.statuses()), (1, "answered 6"), err)       # a line is nobody's
+        for words in ("a.gz, lines: results 2\n", "repeated: ",
+                      "b.jsonl, lines: results 2, unknown 1\n"):
+            self.assertIn(words, err)
         [kept] = [path for path in self.written() if "results" in path]
-        self.assertEqual(self.read(kept).split("\n"), ["\ufeff" + flat[0], flat[1], *flat[1:3], ""])
-        self.write("c.gz", gzip.compress(b"x" * 99)[:20])
-        self.assertIn("cannot read c.gz: ", self.main("collect", "c.gz")[2])
+        self.assertEqual(self.bytes(kept), mark + b"".join(lines[:2] + lines[1:]))
 
     def test_requests_go_out_in_parts_that_come_back_in_any_order_and_again(self):
+        self.patched(MAX_REQUESTS=2)
         self.items_file(14)
-        with mock.patch.object(bh, "MAX_REQUESTS", 2):
-            code, out, err = self.emit("--parts", "3")
+        self.assertEqual(self.emit("--parts", "3")[0], 0)
         names = ["requests-%d-of-3.jsonl" % number for number in (1, 2, 3)]
-        self.assertEqual([len(self.read(name).splitlines()) for name in names], [3, 3, 1])
+        self.assertEqual([len(self.lines(name)) for name in names], [3, 3, 1])
         self.assertEqual(sorted(glob.glob("requests*")), names)
         self.assertIn("--abandon requests-1-of-3.jsonl", self.emit("--parts", "3")[2])
-        for place, left in ((3, 12), (1, 6), (1, 6), (3, 6), (2, 0)):
-            os.replace(names[place - 1], "requests.jsonl")
-            self.answered_file()
-            os.replace("requests.jsonl", names[place - 1])
-            self.assertEqual(self.main("collect", "results.jsonl")[0], 0)
-            self.assertEqual(self.statuses()["pending"], left)
-        self.assertEqual(self.rows("runs/ledger.jsonl", "failure"), [])
+        for place, statuses in ((3, "pending 12, answered 2"), (1, "answered 8, pending 6"),
+                                (1, "answered 8, pending 6"), (2, "answered 14")):
+            self.collect(self.answered(path=names[place - 1]), 0, statuses)
+        self.assertEqual(self.failures(), [])
         self.assertEqual(self.main("audit")[0], 0)
         self.items_file(4, start=20)
         self.emit("--parts", "9")
@@ -5258,37 +5235,61 @@ class BatchJobs(EndpointCase):
         self.assertIn("the results of requests-2-of-2.jsonl are not collected", err)
 
     def test_jobs_that_an_earlier_program_left_are_gone_on_with(self):
-        self.items_file(4)
-        self.emit()
+        results = self.emitted(4)
         lines = self.bytes().splitlines()
-        for number, line in enumerate(lines):           # it did not name the file, and knew other keys
+        for number, line in enumerate(lines):           # it did not name the file
             row = json.loads(line)
             row.pop("file", None)
             row["prev"] = "%08x" % (zlib.crc32(lines[number - 1]) if number else 0)
             lines[number] = json.dumps(row).encode()
-        self.write("runs/ledger.jsonl", b"\n".join([*lines, b""]))
+        whole = b"\n".join([*lines, b""])
+        self.write(LEDGER, whole)
         shutil.rmtree("runs/ledger-jobs")
         self.assertIn("--abandon file requests.jsonl", self.emit()[2])
-        whole = self.bytes()
-        self.answered_file()
-        self.assertEqual((self.main("collect", "results.jsonl")[0], self.statuses()), (0, {"answered": 4}))
-        self.write("runs/ledger.jsonl", whole)
+        self.collect(results, 0, "answered 4")
+        self.write(LEDGER, whole)
         code, out, err = self.emit("--abandon", "file requests.jsonl")
         self.assertEqual(code, 0, err)
         self.assertIn("2 requests about 4 items", out)
         self.assertEqual(self.main("audit")[0], 0)
 
+    def peak(self, *words):
+        """The most memory, in MB, that a command takes in a process of its own."""
+        if sys.platform != "linux":
+            self.skipTest("ru_maxrss is not in kB here")
+        script = self.QUICK.replace(
+            "sys.exit(bh.main(sys.argv[1:]))", "import resource; bh.MAX_REQUESTS = 500; "
+            "bh.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
+        self.assertNotIn(b"Traceback", done.stderr)
+        return int(done.stdout.split()[-1]) / 1024
+
+    def test_neither_requests_nor_results_are_held(self):
+        self.items_file(12000)
+        least = self.peak("audit", "--ledger", "none")
+        self.assertLess(self.peak(*self.EMIT, "--batch-size", "1") - least, 30)
+        lines = self.answered()
+        self.assertEqual(len(lines), 12000)
+        space = '"content": "' + " " * 40000
+        with open("results.jsonl", "w") as file:        # what is held here would be counted, too
+            file.writelines(line.replace('"content": "', space) for line in lines[:1500])
+        self.assertLess(self.peak("collect", "results.jsonl") - least, 40)
+        self.assertEqual(self.statuses(), "pending 10500, answered 1500")
+
     def test_shards_part_the_items_and_none_is_in_two(self):
-        self.items_file(40)
+        words = ["--input", self.items_file(40), "--model", "demo", "--shard"]
         seen = []
         for part in (1, 2, 3):
-            self.main("--input", "items.jsonl", "--model", "demo", "--shard", "%d/3" % part, "--ledger", "s%d.jsonl" % part)
-            seen.append({name for row in self.rows("s%d.jsonl" % part) for name in row["batch"]})
-            self.assertEqual({int(name, 16) % 3 for name in seen[-1]}, {part - 1})
-            self.assertEqual(self.rows("s%d.jsonl" % part, "run")[0]["shard"], "%d/3" % part)
-        self.assertEqual((len(set().union(*seen)), sum(map(len, seen))), (40, 40))
+            self.main(*words, "%d/3" % part, "--ledger", "s.jsonl")
+            [run] = self.rows("s.jsonl", "run")
+            names = {name for row in self.rows("s.jsonl") for name in row["batch"]}
+            self.assertEqual((run["shard"], {int(name, 16) % 3 for name in names}),
+                             ("%d/3" % part, {part - 1}))
+            os.remove("s.jsonl")
+            seen += names
+        self.assertEqual((len(set(seen)), len(seen)), (40, 40))
         for shard in ("0/3", "4/3", "1", "a/b"):
-            self.assertIn("--shard", self.refused("--input", "items.jsonl", "--model", "demo", "--shard", shard))
+            self.assertIn("--shard", self.refused(*words, shard))
 
 
 # ====================================================================================================================
