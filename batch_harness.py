@@ -185,28 +185,31 @@ class CallFailed(Exception):
     kind      'retry': wait, then the same call; 'rejected': this content is refused; 'stop': no
               call can succeed
     wait      seconds the server asked for, or None
-    patience  how many such failures in a row end a run in which no call has succeeded yet
     billed    whether the work may have been charged although no reply came
     certain   of a rejection: the endpoint says that it is for the content, not for what calls share
     """
 
     def __init__(self, kind: str, detail: str, *, status: Optional[int] = None,
-                 wait: Optional[float] = None, patience: int = 8, billed: bool = False) -> None:
+                 wait: Optional[float] = None, billed: bool = False) -> None:
         self.kind = kind if kind in ("rejected", "stop") else "retry"
         self.detail = re.sub(r"\s+", " ", str(detail)).strip()[:MAX_KEPT]
         self.status: Optional[int] = None
         self.wait: Optional[float] = None
-        self.patience = 8
         # A person's own function raises these, too, and may give anything.
         if type(status) is int and abs(status) < MAX_INTEGER:
             self.status = status
         if isinstance(wait, (int, float)) and 0 <= wait < math.inf:
             self.wait = wait
-        if type(patience) is int:
-            self.patience = patience
         self.billed = bool(billed)
         self.certain = False
         super().__init__(self.detail)
+
+    @property
+    def patience(self) -> int:
+        """How many such failures in a row end a run in which no call has succeeded yet."""
+        if self.wait is None and (self.status or 0) < 400:      # nobody there, or no endpoint
+            return 3
+        return 8
 
 
 # ==================================================================================================
@@ -1135,11 +1138,13 @@ NEEDED: Dict[str, Dict[str, Any]] = {                   # members that readers r
 OPTIONAL: Dict[str, Any] = {                            # and of what kind others are
     "event": str, "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int,
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
-    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list, "price": list,
+    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
+    "price": list,
     "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
-    "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "", "form": ""}
+    "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "",
+    "form": ""}
 OF_WORDS = ("batch", "normalised", *OUTCOMES)                   # lists of strings
 
 
@@ -3044,11 +3049,11 @@ class Client:
                               % (self._proxy.hostname, words))
         if connecting:
             return CallFailed("retry", "cannot reach %s: %s %s; is it there, and is --base-url "
-                              "right (http or https)?" % (where, name, words), patience=3)
+                              "right (http or https)?" % (where, name, words))
         if name in ("TimeoutError", "timeout"):
             return CallFailed("retry", NO_REPLY % (where, self._timeout), billed=True)
         detail = "no whole reply from %s: %s %s" % (where, name, words)
-        return CallFailed("retry", detail, patience=3, billed=billed)
+        return CallFailed("retry", detail, billed=billed)
 
 
 def has_news(sock: Any) -> bool:
@@ -3484,7 +3489,7 @@ class Endpoint(NamedTuple):
             if not inner:
                 what = "without a whole choice" if whole or document == {} else "with no JSON"
                 detail = "a reply %s; is --base-url right? %s" % (what, mask(text))
-                raise CallFailed("retry", detail, status=status, patience=3, billed=True)
+                raise CallFailed("retry", detail, status=status, billed=True)
             document = {"error": inner}             # its own code is what tells
             code = str(an_object(inner).get("code"))
             status = 500
@@ -3531,7 +3536,7 @@ def command_model(command: str, timeout: float) -> Call:
         said = (err + b" " + out).decode("utf-8", "replace").strip()[-MAX_KEPT:]
         kind = {126: "stop", 127: "stop"}.get(code, "retry")    # not executable, not found
         detail = "the command ended with %d: %s" % (code, said)
-        raise CallFailed(kind, detail, patience=3, billed=True)
+        raise CallFailed(kind, detail, billed=True)
     return call
 
 
@@ -3551,7 +3556,7 @@ def written_by(process: Any, timeout: float) -> Tuple[bytes, bytes]:
                              "command" % (MAX_REPLY >> 20), billed=True)
         if running and time.monotonic() > due:
             detail = NO_REPLY % ("the command", timeout)
-            raise CallFailed("retry", detail, patience=3, billed=True)
+            raise CallFailed("retry", detail, billed=True)
     return out, err
 
 
@@ -3594,7 +3599,7 @@ def function_model(place: str) -> Call:
         except BaseException as error:      # sys.exit in it must not end this run
             words = [word for word in error.args[:1] if isinstance(word, (str, int))]
             raise CallFailed("retry", "%s raised %s: %s" % (
-                name, type(error).__name__, "".join(map(str, words))), patience=3)
+                name, type(error).__name__, "".join(map(str, words))))
     return call
 
 
@@ -7816,7 +7821,7 @@ python3 batch_harness.py apply --database a.db --table reviews --batch-column ba
 python3 batch_harness.py apply --database a.db --table reviews --batch-column batch --limit 10
 python3 batch_harness.py apply --database a.db --table t --batch-column b --set label=answer
 """.strip("\n").split("\n")
-WELCOME = """Ask a language model about many short texts; keep only answers that prove whose they are.
+WELCOME = """Ask a model about many short texts; keep only answers that prove whose they are.
 
 python3 batch_harness.py reviews.csv --labels good,bad --model openai:NAME --dry-run
 python3 batch_harness.py trial reviews.csv --labels good,bad --model openai:NAME
@@ -8141,7 +8146,7 @@ def answered_words(run: Run) -> str:
 
 
 KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
-        "price", "max_cost", "deadline")             # options that stand in a run's row under their own names
+        "price", "max_cost", "deadline")      # options that stand in a run's row under their own names
 
 
 def run_header(run: Run, frozen: InputCount) -> Members:

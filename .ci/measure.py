@@ -13,20 +13,20 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # ruler -> (held: what the last landing had, the aim)
 RULERS = {
-    "tokens": (60_000, 48_000),
-    "tokens a code line": (10.5, 10.5),
-    "characters a code line": (44, 44),
-    "longest line": (107, 100),
+    "tokens": (62_600, 48_000),
+    "tokens a code line": (10.1, 10.5),
+    "characters a code line": (42.3, 44),
+    "longest line": (100, 100),
     "function, median": (9, 8),
-    "function, p90": (26, 26),
-    "function, longest": (50, 50),
-    "most arguments": (7, 6),
+    "function, p90": (23, 26),
+    "function, longest": (42, 50),
+    "most arguments": (6, 6),
     "classes": (58, 40),
-    "conditional expressions a 1000 code lines": (30, 30),
-    "lines above the trust line": (1380, 1150),
+    "conditional expressions a 1000 code lines": (8.2, 30),
+    "lines above the trust line": (1370, 1150),
     "functions that take the untyped options": (0, 0),
-    "test tokens": (71_500, 52_000),
-    "longest test line": (191, 100),
+    "test tokens": (69_900, 52_000),
+    "longest test line": (155, 100),
 }
 
 
