@@ -4198,477 +4198,608 @@ class Runs(EndpointCase):
         self.assertEqual(self.main(*words)[0], 0)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # BATCH JOBS
-# ====================================================================================================================
+# ==================================================================================================
+
+def ruled(rules, *names):
+    """The action of the first of the rules "PATTERN: ACTION; ..." that is found in a name."""
+    for rule in rules.split("; "):
+        pattern, _, action = rule.partition(": ")
+        if action and any(re.search(pattern, name, re.S | re.M) for name in names):
+            return action
+    return ""
+
 
 class Engine:
-    """A batch engine of OpenAI's form or Anthropic's.  `answer(prompt, custom_id)` gives the body of a reply, a line of results or None."""
+    """A batch engine of OpenAI's form or Anthropic's, whose answers and faults are rules.
 
-    def __init__(self, answer=None, form="chat", polls=1):
-        self.answer, self.form, self.polls = answer or (lambda prompt, name: self.reply(reply_to_prompt(prompt))), form, polls
-        self.jobs, self.files, self.log, self.headers, self.ends = {}, {}, [], [], "completed"
-        self.before = self.after = lambda step: None        # called around each step; what they return True for is dropped
-        self.extra, self.errors, self.lock = [], None, threading.Lock()
+    Answers are to "JOB CUSTOM_ID", a line feed and the prompt, and the lines of its results, with
+    " + " between: a reply's text (`good` and `bad`: a reply of such answers), `refused`, `nothing`,
+    or a whole line but for the custom id, in which "REPLY" is a good one.
+    Faults are of "STEP N", the Nth request of a step, or of "#N", the Nth of all: see act().
+    """
+
+    STEPS = ("POST .*/files$: upload; POST .*/batches$: create; POST .*/cancel$: cancel; "
+             "POST: chat; GET .*/batches$: list; GET .*/err-: errors; "
+             "GET .*/(content|results)$: fetch; GET: look")
+    JOBS = {"chat": """{"id": %(name)s, "object": "batch", "status": %(status)s,
+        "metadata": %(metadata)s, "input_file_id": %(file)s, "output_file_id": %(out)s,
+        "error_file_id": %(err)s, "errors": null, "created_at": %(made)s,
+        "request_counts": {"total": %(size)s, "completed": %(size)s, "failed": 0}}""",
+            "messages": """{"id": %(name)s, "type": "message_batch",
+        "processing_status": %(status)s, "request_counts": {"processing": %(open)s,
+            "succeeded": %(done)s, "errored": 0, "canceled": 0, "expired": 0},
+        "created_at": %(stamp)s, "results_url": "http://evil.example/results"}"""}
+    STATES = {"chat": ("in_progress", "completed", "cancelling"),
+              "messages": ("in_progress", "ended", "canceling")}
+    LINES = {"chat": '{"response": {"status_code": 200, "request_id": "r", "body": "REPLY"}, '
+                     '"error": null}',
+             "messages": '{"result": {"type": "succeeded", "message": "REPLY"}}'}
+    WHY = '{"message": "no", "type": "invalid_request_error", "param": null, "code": "other"}'
+    REFUSED = {"chat": '{"response": {"status_code": 400, "body": {"error": %s}}}' % WHY,
+               "messages": '{"result": {"type": "errored", "error": {"error": %s}}}' % WHY}
+
+    def __init__(self, answers="", faults="", form="chat", polls=1):
+        self.answers, self.faults, self.form, self.polls = answers, faults, form, polls
+        self.jobs, self.files, self.log, self.keys = {}, {}, [], set()
+        self.extra = ""                     # what else its results hold
+        self.lock, self.held, self.go = threading.RLock(), threading.Event(), threading.Event()
         engine = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                self.take("GET")
-
-            def do_POST(self):
-                self.take("POST")
-
-            def take(self, method):
-                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                path, _, query = self.path.partition("?")
-                step = engine.step_of(method, path)
-                engine.headers.append((step, dict(self.headers)))
-                if engine.before(step):
-                    self.close_connection = True
-                    return
-                with engine.lock:
-                    engine.log.append(step)
-                    status, body = engine.handle(step, path, query, data)
-                if engine.after(step):
-                    self.close_connection = True
-                    return
-                with contextlib.suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(body)))
-                    self.end_headers()
-                    self.wfile.write(body)
+                engine.take(self)
+            do_POST = do_GET
 
             def log_message(self, *args):
                 pass
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.server.handle_error = lambda request, address: None       # a client that was killed
-        self.base = "http://127.0.0.1:%d%s" % (self.server.server_address[1], "/v1" if form == "chat" else "")
+        port = self.server.server_address[1]
+        self.base = "http://127.0.0.1:%d%s" % (port, "/v1" * (form == "chat"))
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self):
+        self.go.set()
         self.server.shutdown()
         self.server.server_close()
 
-    def reply(self, text, **more):
-        return json.loads((completion if self.form == "chat" else message)(text, **more))
+    def well(self):
+        """From now on all is well."""
+        self.answers = self.faults = self.extra = ""
 
-    def step_of(self, method, path):
-        if method == "POST":
-            return "upload" if path.endswith("/files") else "create" if path.endswith("/batches") else "cancel" if path.endswith("/cancel") else "chat"
-        return "list" if path.endswith("/batches") else "fetch" if path.endswith(("/content", "/results")) else "look"
-
-    def handle(self, step, path, query, data):
-        if step == "chat":
-            return 200, completion(reply_to_prompt(json.loads(data)["messages"][0]["content"]))
-        if step == "upload":
-            name = "file-%d" % len(self.files)
-            self.files[name] = re.search(rb"application/jsonl\r\n\r\n(.*?)\r\n--", data, re.S).group(1)
-            return 200, json.dumps({"id": name, "object": "file", "purpose": "batch"}).encode()
-        if step == "create":
-            asked = json.loads(data)
-            lines = asked.get("requests") or [json.loads(line) for line in self.files[asked["input_file_id"]].split(b"\n") if line]
-            name = ("batch_%d" if self.form == "chat" else "msgbatch_%d") % len(self.jobs)
-            self.jobs[name] = {"lines": lines, "left": self.polls, "metadata": asked.get("metadata"), "file": asked.get("input_file_id"), "made": time.time()}
-            return 200, json.dumps(self.document(name)).encode()
-        if step == "list":
-            names = sorted(self.jobs, key=lambda name: int(name.split("_")[1]), reverse=True)
-            after = re.search("after(?:_id)?=([^&]*)", query)
-            rest = names[names.index(after.group(1)) + 1:] if after else names
-            for job in self.jobs.values():
-                job["left"] -= 1                            # time goes by
-            return 200, json.dumps({"data": [self.document(name) for name in rest[:2]], "has_more": len(rest) > 2}).encode()
-        if step == "cancel":
-            name = path.split("/")[-2]
-            self.jobs[name]["left"] = 0
-            ends = {"status": "cancelling", "processing_status": "canceling"}
-            document = self.document(name)
-            return 200, json.dumps({**document, **{word: ends[word] for word in ends if word in document}}).encode()
-        name = re.search("(?:msg)?batch_[0-9]+", path)
-        if not name or name.group() not in self.jobs:
-            if step == "fetch" and path.split("/")[-2][:3] in ("out", "err"):
-                kind, number = path.split("/")[-2].split("-")
-                return 200, self.results("batch_" + number, kind)
-            return 404, b'{"error": {"message": "no such job"}}'
-        if step == "fetch":
-            return 200, self.results(name.group(), "all")
-        self.jobs[name.group()]["left"] -= 1
-        return 200, json.dumps(self.document(name.group())).encode()
-
-    def document(self, name):
-        job = self.jobs[name]
-        number, ended, count = name.split("_")[1], job["left"] <= 0, len(job["lines"])
-        if self.form == "messages":
-            return {"id": name, "type": "message_batch", "processing_status": "ended" if ended else "in_progress",
-                    "request_counts": dict(dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0), **{"succeeded" if ended else "processing": count}),
-                    "created_at": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(job["made"])) + ".123456Z", "results_url": "http://evil.example/results"}
-        return {"id": name, "object": "batch", "status": self.ends if ended else "in_progress", "metadata": job["metadata"], "input_file_id": job["file"],
-                "output_file_id": "out-" + number if ended else None, "error_file_id": "err-" + number if ended else None, "errors": self.errors if ended else None,
-                "created_at": int(job["made"]), "request_counts": {"total": count, "completed": count, "failed": 0}}
-
-    def results(self, name, kind):
-        out, err = [], []
-        for line in self.jobs[name]["lines"]:
-            body = line["body"] if self.form == "chat" else line["params"]
-            came = self.answer(body["messages"][0]["content"], line["custom_id"])
-            if came is not None and "custom_id" not in came:
-                came = ({"custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": came}, "error": None} if self.form == "chat" else
-                        {"custom_id": line["custom_id"], "result": {"type": "succeeded", "message": came}})
-            if came is not None:
-                (err if came.get("error") or (came.get("response") or {}).get("status_code", 200) != 200 else out).append(came)
-        lines = {"out": out[::-1] + self.extra, "err": err, "all": (out + err + self.extra)[::-1]}[kind]
-        return "".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n" for line in lines).encode()
+    def made(self):
+        """The lines of requests of every job that was made by what is tested."""
+        return [job["lines"] for job in self.jobs.values() if job["file"] != "other"]
 
     def prompts(self):
-        """Every prompt of every job."""
-        return [(line.get("body") or line["params"])["messages"][0]["content"] for job in self.jobs.values() for line in job["lines"]]
+        return [self.prompt_of(line) for lines in self.made() for line in lines]
+
+    @staticmethod
+    def prompt_of(line):
+        return (line.get("body") or line["params"])["messages"][0]["content"]
+
+    def take(self, handler):
+        data = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        step = ruled(self.STEPS, "%s %s" % (handler.command, handler.path.partition("?")[0]))
+        with self.lock:
+            self.log.append(step)
+            names = "%s %d" % (step, self.log.count(step)), "#%d" % len(self.log)
+        if step == "create":
+            self.keys.add(handler.headers["Idempotency-Key"])
+        words = ruled(self.faults, *names) or "do"
+        came = self.act(words, lambda: self.handle(step, handler.path, data))
+        if came is None:
+            handler.close_connection = True
+            return
+        body = came[1].encode()
+        with contextlib.suppress(OSError):
+            handler.send_response(came[0])
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            handler.wfile.write(body)
+
+    def act(self, words, do):
+        """(status, body) as some words say; None ends the connection.
+
+        `do` what is asked, now or `later`; `wait` for `go`; `cut` what matches out of the body, or
+        change it `with` members; `drop` the answer; or answer with "STATUS BODY".
+        """
+        came = None
+        while words:
+            word, _, words = words.partition(" ")
+            if word == "do":
+                came = 200, do()
+            elif word == "later":
+                threading.Timer(0.1, do).start()
+            elif word == "wait":
+                self.held.set()
+                self.go.wait(20)
+            elif word == "drop":
+                return None
+            elif word == "cut":
+                return 200, re.sub(words, "", came[1], flags=re.S)
+            elif word == "with":
+                return 200, json.dumps({**json.loads(came[1]), **json.loads(words)})
+            else:
+                return int(word), words
+        return came
+
+    def handle(self, step, path, data):
+        """The body of the answer to a request."""
+        with self.lock:
+            if step == "chat":
+                return self.reply(reply_to_prompt(self.prompt_of({"body": json.loads(data)})))
+            if step == "upload":
+                name = "file-%d" % len(self.files)
+                self.files[name] = re.search(b"jsonl\r\n\r\n(.*?)\r\n--", data, re.S).group(1)
+                return json.dumps({"id": name, "object": "file", "purpose": "batch"})
+            if step == "create":
+                asked = json.loads(data)
+                file = asked.get("input_file_id")
+                lines = asked.get("requests") or map(json.loads, self.files[file].splitlines())
+                name = self.add(len(self.jobs), list(lines), file, asked.get("metadata"))
+                return self.document(name)
+            if step == "list":
+                return self.page(re.search("after(?:_id)?=([^&]*)", path))
+            name = re.search("(?:msg)?batch_[0-9]+", path).group()
+            if step in ("fetch", "errors"):
+                return self.results(name, step)
+            self.jobs[name]["left"] -= 1
+            if step == "cancel":
+                self.jobs[name]["left"] = 0
+                return self.document(name, self.STATES[self.form][2])
+            return self.document(name)
+
+    def reply(self, text):
+        return {"chat": completion, "messages": message}[self.form](text).decode()
+
+    def add(self, number, lines, file="other", metadata=None, age=0):
+        """A job; its name."""
+        name = {"chat": "batch_%d", "messages": "msgbatch_%d"}[self.form] % number
+        self.jobs[name] = {"number": number, "lines": lines, "left": self.polls, "file": file,
+                           "metadata": metadata, "made": int(time.time() - age)}
+        return name
+
+    def page(self, after):
+        """Two jobs of the list, the latest first, while time goes by."""
+        names = sorted(self.jobs, key=lambda name: -self.jobs[name]["number"])
+        for job in self.jobs.values():
+            job["left"] -= 1
+        if after:
+            names = names[names.index(after.group(1)) + 1:]
+        jobs = ", ".join(map(self.document, names[:2]))
+        return '{"data": [%s], "has_more": %s}' % (jobs, json.dumps(len(names) > 2))
+
+    def document(self, name, status=""):
+        """What it says of a job."""
+        job = self.jobs[name]
+        size, ended = len(job["lines"]), job["left"] <= 0
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S.123456Z", time.gmtime(job["made"]))
+        facts = dict(job, name=name, size=size, open=size * (not ended), done=size * ended,
+                     status=status or self.STATES[self.form][ended], stamp=stamp,
+                     out=None, err=None)
+        if ended:
+            facts.update(out="out-" + name, err="err-" + name)
+        return self.JOBS[self.form] % {key: json.dumps(fact) for key, fact in facts.items()}
+
+    def results(self, name, step):
+        """The lines of a job's results, the last first; those of errors in OpenAI's form apart."""
+        came = []
+        for request in self.jobs[name]["lines"]:
+            for word, line in self.lines_for(request, name):
+                wrong = word[0] == "{" or word == "refused"
+                if self.form == "messages" or wrong == (step == "errors"):
+                    came.insert(0, line)
+        return "".join(came) + self.extra * (step == "fetch")
+
+    def lines_for(self, request, job=""):
+        """(word of a rule, line of results) for a request."""
+        prompt, name = self.prompt_of(request), request["custom_id"]
+        words = ruled(self.answers, "%s %s\n%s" % (job, name, prompt)) or "good"
+        for word in words.split(" + "):
+            line, text = self.LINES[self.form], word
+            if word == "nothing":
+                continue
+            if word == "refused":
+                line = self.REFUSED[self.form]
+            if word[0] == "{":
+                line, text = word, "good"
+            if text in ("good", "bad"):
+                text = reply_to_prompt(prompt, text)
+            row = json.loads(line.replace('"REPLY"', self.reply(text)))
+            row = {"custom_id": name, **row}
+            yield word, json.dumps(row, ensure_ascii=False) + "\n"
 
 
 class BatchJobs(EndpointCase):
-    QUICK = "import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE
-
+    QUICK = ("import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; "
+             "bh.GRACE = 0.3; bh.BACKOFF = 0.01; " % HERE)
     USUAL = bh.POLL, bh.MAX_POLL
+    EMIT = ("emit requests.jsonl --input items.jsonl --model openai:m --batch-size 2 "
+            "--labels good,bad ")
+    ONE = "0, 1 jobs, answered 4"           # how a run ends that makes one job of the four items
+    OPEN = "4, 1 jobs, pending 4"
+    # An engine that loses the answers to creations, and does not list what was made.
+    LAGS = 'create %s: do 502 lost; list %s: 200 {"data": [], "has_more": false}'
 
     def setUp(self):
         super().setUp()
-        for name in ("POLL", "MAX_POLL", "GRACE"):
-            patch = mock.patch.object(bh, name, 0.05)
-            patch.start()
-            self.addCleanup(patch.stop)
+        patch = mock.patch.multiple(bh, POLL=0.05, MAX_POLL=0.05, GRACE=0.05)
+        patch.start()
+        self.addCleanup(patch.stop)
+        self.items_file(4)
 
-    def engine(self, answer=None, form="chat", **more):
-        engine = Engine(answer, form, **more)
+    def engine(self, *rules, **more):
+        """An engine, and a new ledger."""
+        shutil.rmtree("runs", ignore_errors=True)
+        engine = Engine(*rules, **more)
         self.addCleanup(engine.close)
         os.environ.update(OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY)
         return engine
 
-    def words(self, engine, *more, size=2):
-        return ["--input", "items.jsonl", "--model", "openai:m" if engine.form == "chat" else "anthropic:m", "--base-url", engine.base, "--batch-api",
-                "--batch-size", size, "--labels", "good,bad", *more]
+    def engines(self, *rules, **more):
+        return (self.engine(*rules, form=form, **more) for form in ("chat", "messages"))
 
-    def jobs(self, engine, *more, count=0, size=2):
-        if count:
-            self.items_file(count)
-        code, out, err = self.main(*self.words(engine, *more, size=size))
-        for text in (out, err, *(self.read(path) for path in self.written())):
-            self.assertNotIn(KEY, text)
-        return code, out, err
+    def words(self, engine, size=2):
+        model = {"chat": "openai:m", "messages": "anthropic:m"}[engine.form]
+        return ["--input", "items.jsonl", "--model", model, "--base-url", engine.base,
+                "--labels", "good,bad", "--batch-size", str(size)]
 
-    def written(self):
-        return [os.path.join(folder, name) for folder, _, names in os.walk("runs") for name in names]
+    def came(self, engine, words, result, *said, size=2):
+        """A command must come to "EXIT CODE, N jobs, STATUS N, ..." and say what matches.
+
+        It is a run by jobs with more words, or whatever the words are where there is no engine.
+        """
+        words, facts = [word for word in words.split(" ") if word], []
+        if engine:
+            words = [*self.words(engine, size), "--batch-api", *words]
+        code, out, err = self.main(*words)
+        if engine:
+            facts = ["%d jobs" % len(engine.made())]
+        counts = collections.Counter(
+            json.loads(line)["status"]
+            for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
+        facts += ["%s %d" % count for count in sorted(counts.items())]
+        self.assertEqual(", ".join([str(code), *facts]), result, (words, out, err))
+        text = re.sub("(?m)^(?=.)", "out: ", out) + re.sub("(?m)^(?=.)", "err: ", err)
+        for pattern in filter(None, said):
+            self.assertRegex(text, pattern)
+        self.assertNotIn(KEY, "".join([text, *map(self.read, self.written())]))
+        return text
+
+    def start(self, engine):
+        """A run in a process of its own."""
+        words = [sys.executable, "-c", self.QUICK + "sys.exit(bh.main(sys.argv[1:]))"]
+        return subprocess.Popen(
+            [*words, *self.words(engine), "--batch-api"], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, preexec_fn=usual_signals if os.name == "posix" else None)
+
+    def kill(self, run):
+        run.kill()
+        run.communicate()
+
+    def written(self, what=""):
+        return [path for path in glob.glob("runs/**", recursive=True)
+                if os.path.isfile(path) and what in path]
 
     def read(self, path):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
+        return self.bytes(path).decode("utf-8", "replace")
 
-    def steps(self, path="runs/ledger.jsonl"):
-        return [row["step"] for row in self.rows(path, "job")]
+    def steps(self):
+        return " ".join(row["step"] for row in self.rows(LEDGER, "job"))
 
-    def statuses(self):
-        return collections.Counter(json.loads(line)["status"] for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
+    # ---- rounds ----
 
     def test_the_whole_plan_goes_by_jobs_round_after_round(self):
-        for form in ("chat", "messages"):
-            answer = lambda prompt, name: engine.reply("no" if "number 3" in prompt and len(asked_in(prompt)) > 1 else reply_to_prompt(prompt))
-            engine = self.engine(answer, form)
-            code, out, err = self.jobs(engine, count=7)
-            self.assertEqual(code, 0, out + err)
-            self.assertIn("7 of 7 items answered, 0 quarantined, 0 pending", out)
-            self.assertEqual(self.statuses(), {"answered": 7})
-            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [4, 1, 2])
-            rows = self.rows("runs/ledger.jsonl")
-            self.assertEqual([(row["attempt"], row["fallback"], row["verdict"]) for row in rows if "number 3" in self.text_of(row) or "number 2" in self.text_of(row)],
-                             [(1, False, "not_json"), (2, False, "not_json"), (1, True, "ok"), (1, True, "ok")])
+        self.items_file(7)
+        for engine in self.engines("number 2.*number 3: no"):
+            self.came(engine, "", "0, 3 jobs, answered 7",
+                      "out: .*7 of 7 items answered, 0 quarantined, 0 pending")
+            self.assertEqual([len(lines) for lines in engine.made()], [4, 1, 2])
+            rows = self.rows(LEDGER)
+            failed = {bh.item_id("text number %d" % n) for n in (2, 3)}
+            self.assertEqual(["%(attempt)d %(fallback)s %(verdict)s" % row for row in rows
+                              if failed & set(row["batch"])],
+                             ["1 False not_json", "2 False not_json", "1 True ok", "1 True ok"])
             self.assertEqual({row["job"] for row in rows}, set(engine.jobs))
-            self.assertEqual(sorted(row["custom_id"] for row in rows), sorted(line["custom_id"] for job in engine.jobs.values() for line in job["lines"]))
-            self.assertEqual(self.steps(), (["intent", "uploaded", "created", "collected"] if form == "chat" else ["intent", "created", "collected"]) * 3)
+            names = [line["custom_id"] for lines in engine.made() for line in lines]
+            self.assertEqual(sorted(row["custom_id"] for row in rows), sorted(names))
+            steps = {"chat": "intent uploaded created collected ",
+                     "messages": "intent created collected "}[engine.form]
+            self.assertEqual(self.steps() + " ", steps * 3)
             before = self.bytes()
-            self.assertIn("nothing to do", self.jobs(engine)[1])
-            self.assertEqual((self.bytes(), len(engine.jobs)), (before, 3))
-            code, audited, err = self.main("audit", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")
-            self.assertEqual(code, 0, audited)
-            self.assertEqual(self.main("report", "--fail-unless-safe", "2")[0], 1)
-            self.assertIn("as it was sent", self.main("explain", "3", "--ledger", "runs/ledger.jsonl", "--input", "items.jsonl")[1])
-            shutil.rmtree("runs")
-
-    def text_of(self, row):
-        return " ".join("number %d" % n for n in range(20) if bh.item_id("text number %d" % n) in row["batch"])
+            self.came(engine, "", "0, 3 jobs, answered 7", "nothing to do")
+            self.assertEqual(self.bytes(), before)
+            for words, code, said in table("""
+                    audit --input items.jsonl           | 0 |
+                    report --fail-unless-safe 2         | 1 |
+                    explain 3 --input items.jsonl       | 0 | out: .*as it was sent"""):
+                self.came(None, words, code + ", answered 7", said)
 
     def test_a_job_answers_as_calls_do(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 5" in prompt else reply_to_prompt(prompt)))
-        self.jobs(engine, "--ledger", "j.jsonl", count=12, size=5)
-        server = self.serve(lambda prompt, n: completion("no" if "number 5" in prompt else reply_to_prompt(prompt)))
-        self.ask(server, 0, "--batch-size", "5", "--labels", "good,bad", "--ledger", "o.jsonl")
-        keys = ("verdict", "attempt", "fallback", "size", "batch", "answers", "batch_id", "prompt_sha", "text_sha", "sources", "reply", "finish", "tokens_in")
-        rows = [sorted(json.dumps({key: row.get(key) for key in keys}) for row in self.rows(path)) for path in ("j.jsonl", "o.jsonl")]
-        self.assertEqual(rows[0], rows[1])
+        self.items_file(12)
+        self.came(self.engine("number 5: no"), "", "1, 4 jobs, answered 11, quarantined 1", size=5)
+        by_job = self.rows(LEDGER)
+        shutil.rmtree("runs")
+        self.ask(self.serve(at("number 5", completion("no"))), 0, "--batch-size", "5",
+                 "--labels", "good,bad")
+        keys = re.findall("[a-z_]+", """verdict attempt fallback size batch answers batch_id
+            prompt_sha text_sha sources reply finish tokens_in""")
+        rows = [sorted(json.dumps([row.get(key) for key in keys]) for row in rows)
+                for rows in (by_job, self.rows(LEDGER))]
+        self.assertEqual(*rows)
 
     def test_no_wait_leaves_and_the_same_command_takes_up(self):
         engine = self.engine(polls=3)
-        code, out, err = self.jobs(engine, "--no-wait", count=4)
-        self.assertEqual((code, engine.log), (4, ["upload", "create", "look"]))
-        self.assertIn("waiting: job batch_0: in_progress (completed 2, total 2", out)
+        self.came(engine, "--no-wait", self.OPEN,
+                  r"out: .*waiting: job batch_0: in_progress \(completed 2, total 2")
+        self.assertEqual(engine.log, ["upload", "create", "look"])
         before = self.bytes()
-        self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
+        self.came(engine, "--no-wait", self.OPEN)
         self.assertEqual(self.bytes(), before)
-        code, out, err = self.jobs(engine, "--no-wait")
-        self.assertEqual((code, self.statuses()), (0, {"answered": 4}), out + err)
+        self.came(engine, "--no-wait", self.ONE)
 
-    def test_what_waits_in_a_job_is_not_asked_a_second_time(self):
-        engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=4)
-        words = [word for word in self.words(engine) if word != "--batch-api"]
-        for more in ([], ["--limit", "1"], ["--dry-run"]):
-            code, out, err = self.main(*words, *more)
-            self.assertEqual((code, out), (2, ""))
-            self.assertIn("4 items wait for the results of batch_0; say --batch-api, alone or with --abandon batch_0", err)
-        self.assertIn("no open job", self.jobs(engine, "--abandon", "batch_7")[2])
-        engine.polls = 1
-        code, out, err = self.jobs(engine, "--abandon", "batch_0")
-        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 2, {"answered": 4}), err)
-
-    def test_a_creation_whose_answer_was_lost_makes_one_job(self):
-        for form in ("chat", "messages"):
-            for made in (True, False):
-                engine = self.engine(None, form)
-                left = ["create"]
-                setattr(engine, "after" if made else "before", lambda step: step in left and (left.remove(step) or True))
-                for _ in range(3):              # others' jobs, on two pages of the list
-                    engine.jobs[("batch_%d" if form == "chat" else "msgbatch_%d") % len(engine.jobs)] = {
-                        "lines": [{"custom_id": "x-%d" % n, "body": {"messages": [{"content": ""}]}, "params": {"messages": [{"content": ""}]}} for n in range(2)],
-                        "left": 0, "metadata": None, "file": "other", "made": time.time()}
-                code, out, err = self.jobs(engine, count=4)
-                self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 4, {"answered": 4}), (form, made, out, err))
-                self.assertEqual(self.steps().count("created"), 1)
-                self.assertNotIn("abandoned", self.steps())
-                shutil.rmtree("runs")
-
-    def test_killed_at_any_step_it_makes_one_job(self):
-        for form in ("chat", "messages"):
-            for taken in (True, False):
-                for number in range(6):
-                    engine = self.engine(lambda prompt, name: engine.reply("no" if "number 3" in prompt and len(asked_in(prompt)) > 1 else reply_to_prompt(prompt)), form)
-                    self.items_file(4)
-                    seen, reached, go = [], threading.Event(), threading.Event()
-
-                    def hold(step):
-                        seen.append(step)
-                        if len(seen) == number + 1:
-                            reached.set()
-                            go.wait(20)
-                            return not taken
-                        return False
-                    setattr(engine, "after" if taken else "before", hold)
-                    run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-                    self.assertTrue(reached.wait(20))
-                    run.kill()
-                    run.wait()
-                    go.set()
-                    engine.before = engine.after = lambda step: False
-                    code, out, err = self.jobs(engine)
-                    where = (form, taken, number, seen, err)
-                    self.assertEqual((code, self.statuses()), (0, {"answered": 4}), where)
-                    prompts = collections.Counter(engine.prompts())
-                    self.assertEqual(sorted(count for prompt, count in prompts.items()), [1, 1, 1, 2], where)       # one was asked again: it failed
-                    rows = self.rows("runs/ledger.jsonl")
-                    self.assertEqual(len({row["custom_id"] for row in rows}), len(rows), where)
-                    shutil.rmtree("runs")
-                    engine.close()
-
-    def test_an_undecided_job_blocks_until_it_ends_or_a_person_decides(self):
-        for give_up in (True, False):
-            engine = self.engine(None, "messages", polls=99)
-            left = ["create"]
-            engine.after = lambda step: step in left and (left.remove(step) or True)
-            code, out, err = self.jobs(engine, "--no-wait", count=4)
-            self.assertEqual((code, len(engine.jobs)), (4, 1))
-            self.assertIn("job msgbatch_0 may be the one that was to be made, and cannot be looked into yet; wait until it ends, or say --abandon ", out)
-            self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
-            engine.jobs["msgbatch_0"]["left"] = 0
-            code, out, err = self.jobs(engine, *(["--abandon", self.rows("runs/ledger.jsonl", "job")[0]["key"]] if give_up else []))
-            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1 + give_up, {"answered": 4}), out + err)
-            shutil.rmtree("runs")
-
-    def test_what_is_missing_unknown_repeated_crossed_or_errored_is_named(self):
-        names = {}
-
-        def answer(prompt, name):
-            names.setdefault(name, [item for item, _ in asked_in(prompt)])
-            place, first = int(name.rpartition("-")[2]), len(engine.jobs) == 1
-            if first and place == 1:
-                return None
-            if first and place == 2:
-                return {"custom_id": name, "response": None, "error": {"code": "batch_expired", "message": "Not run in time."}}
-            if first and place == 3:            # what belongs to request 4
-                return engine.reply(json.dumps([{"id": bh.item_id("text number %d" % n), "answer": "bad"} for n in (6, 7)]))
-            return engine.reply(reply_to_prompt(prompt))
-        engine = self.engine(answer)
-        engine.ends = "expired"
-        engine.extra = [{"custom_id": "nobody-1", "response": {"status_code": 200, "body": engine.reply("[]")}}, "junk\n", "[]\n"]
-        code, out, err = self.jobs(engine, count=10)
-        self.assertEqual((code, self.statuses()), (0, {"answered": 10}), out + err)
-        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
-        ids = [bh.item_id("text number %d" % n) for n in (0, 1)]
-        self.assertIn("job batch_0, missing: %s-1 (%s)" % (key, ", ".join(ids)), err)
-        self.assertIn('job batch_0, unknown: line 4, "{\\"custom_id\\": \\"nobody-1\\"', err)
-        self.assertIn("job batch_0, unknown: line 5, \"junk", err)
-        self.assertIn("job batch_0, crossed: %s-3" % key, err)
-        self.assertIn("job batch_0: 10 items submitted, 6 came back; by verdict: no reply 4, ok 4, set_mismatch 2", err)
-        self.assertIn("job batch_0, as the provider counts: expired (completed 5, total 5, failed 0)", err)
-        collected = next(row for row in self.rows("runs/ledger.jsonl", "job") if row["step"] == "collected")
-        self.assertEqual([collected[word] for word in ("items", "missing", "unknown", "crossed", "repeated", "ended_as")], [10, 1, 3, 1, 0, "expired"])
-        self.assertEqual([row["detail"] for row in self.failures()], ["the results hold no line for it", "Not run in time."])
-        wrong = [row for row in self.rows("runs/ledger.jsonl") if row.get("answers") and "bad" in row["answers"].values()]
-        self.assertEqual(wrong, [])
-
-    def test_two_lines_for_one_request_count_once_or_not_at_all(self):
-        for same in (True, False):
-            engine = self.engine()
-            self.items_file(2)
-            self.jobs(engine, "--no-wait", size=1)
-            first = engine.jobs["batch_0"]["lines"][0]
-            other = {"custom_id": first["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": engine.reply(reply_to_prompt(
-                first["body"]["messages"][0]["content"], "good" if same else "bad"))}, "error": None}
-            engine.extra = [other]
-            shutil.rmtree("runs")
-            engine.jobs.clear()
-            engine.answer = lambda prompt, name, engine=engine: engine.reply(reply_to_prompt(prompt))
-            calls = []
-
-            def repeat(step, engine=engine, same=same, calls=calls):
-                if step == "create" and not calls:
-                    calls.append(1)
-                    line = engine.jobs["batch_0"]["lines"][0]
-                    engine.extra = [{"custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "req-b", "body": engine.reply(reply_to_prompt(
-                        line["body"]["messages"][0]["content"], "good" if same else "bad"))}, "error": None}]
-                return False
-            engine.after = repeat
-            code, out, err = self.jobs(engine, size=1)
-            self.assertIn("job batch_0, repeated: ", err)
-            self.assertEqual((code, len(engine.jobs)), (0, 1 if same else 2), err)
-            self.assertEqual({answer for row in self.rows("runs/ledger.jsonl") for answer in row["answers"].values()}, {"good"})
-            shutil.rmtree("runs")
-
-    def test_a_job_that_was_refused_whole_stops_the_run_and_says_why(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends, engine.errors = "failed", {"object": "list", "data": [{"code": "invalid_json_line", "message": "bad line", "line": 2, "param": None}]}
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, len(engine.jobs)), (3, 1))
-        self.assertIn("job batch_0 was refused whole: line 2: invalid_json_line: bad line", out)
-        self.assertEqual(self.statuses(), {"pending": 4})
-
-    def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends, engine.errors = "failed", {"data": [{"code": "token_limit_exceeded", "message": "Queue limit.", "line": None}]}
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, len(engine.jobs)), (3, 3))
-        self.assertIn("3 rounds of jobs brought no reply", out)
-        engine.ends, engine.errors, engine.answer = "completed", None, lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-
-    def test_refused_contents_are_verdicts_only_where_something_succeeded(self):
-        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "other"}
-        for form, line in (("chat", lambda name: {"custom_id": name, "response": {"status_code": 400, "body": {"error": refusal}}, "error": None}),
-                           ("messages", lambda name: {"custom_id": name, "result": {"type": "errored", "error": {"type": "error", "error": refusal}}})):
-            engine = self.engine(lambda prompt, name, line=line: line(name) if "number 3" in prompt else engine.reply(reply_to_prompt(prompt)), form)
-            code, out, err = self.jobs(engine, count=5, size=1)
-            self.assertEqual((code, self.statuses()), (1, {"answered": 4, "quarantined": 1}), err)
-            self.assertEqual([row["verdict"] for row in self.rows("runs/ledger.jsonl") if row["verdict"] != "ok"], ["rejected"])
-            shutil.rmtree("runs")
-            engine = self.engine(lambda prompt, name, line=line: line(name), form)
-            code, out, err = self.jobs(engine, count=20, size=1)
-            self.assertEqual((code, self.statuses(), len(engine.jobs)), (3, {"pending": 20}, 1))
-            self.assertIn("20 calls brought no acceptable reply", out)
-            self.assertIn("rejected (HTTP 400: no", out)
-            shutil.rmtree("runs")
-            self.assertEqual((self.jobs(engine, count=5, size=1)[0], self.statuses()), (1, {"quarantined": 5}))
-            shutil.rmtree("runs")
-
-    def test_jobs_without_an_acceptable_reply_stop_and_quarantine_nothing(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no"))
-        code, out, err = self.jobs(engine, count=15, size=1)
-        self.assertEqual((code, self.statuses(), len(engine.jobs)), (3, {"pending": 15}, 2))
-        self.assertIn("30 calls brought no acceptable reply, as for item", out)
-        self.assertEqual(err.count("not accepted: item"), 1)
-        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.assertEqual((self.jobs(engine, size=1)[0], self.statuses()), (0, {"answered": 15}))
-
-    def test_a_round_of_second_attempts_may_fail_whole(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 1" in prompt else reply_to_prompt(prompt)))
-        with mock.patch.object(bh, "IN_A_ROW", 5):
-            self.assertEqual((self.jobs(engine, count=16, size=1)[0], self.statuses()), (1, {"answered": 9, "quarantined": 7}))
-
-    def test_the_rest_can_be_asked_online(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 3" in prompt else reply_to_prompt(prompt)))
-        code, out, err = self.jobs(engine, "--finish", "online", count=6)
-        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 6}), out + err)
-        self.assertIn("the rest is asked online: 1 calls", err)
-        self.assertEqual(engine.log.count("chat"), 1)
+    def test_what_rounds_of_jobs_come_to(self):
+        for calls, answers, options, result, said in table("""
+                15 1 50 | .*: no |  | 3, 2 jobs, pending 15 | out: .*30 calls brought no acceptable
+                16 1 5  | number 1: no      |   | 1, 2 jobs, answered 9, quarantined 7 |
+                5 1 50  | number 3: refused |   | 1, 1 jobs, answered 4, quarantined 1 |
+                9 2 50  | number 3: refused |   | 1, 2 jobs, answered 8, quarantined 1 |
+                5 1 50  | .*: refused       |   | 1, 1 jobs, quarantined 5 |
+                20 1 50 | .*: refused | | 3, 1 jobs, pending 20 | out: .*20 calls brought no accept
+                6 2 50  | number 3: no | --finish online | 0, 1 jobs, answered 6 | online: 1 calls
+                """):
+            count, size, most = map(int, calls.split())
+            self.items_file(count)
+            for engine in self.engines(answers):
+                with self.subTest(answers=answers, count=count, form=engine.form), \
+                        mock.patch.object(bh, "IN_A_ROW", most):
+                    text = self.came(engine, options, result, said, size=size)
+                    verdicts = {row["verdict"] for row in self.rows(LEDGER)} - {"ok"}
+                    wrong = {"no": "not_json", "refused": "rejected"}[answers.split()[-1]]
+                    self.assertEqual(verdicts, {wrong})
+                    self.assertEqual(engine.log.count("chat"), len(options) and 1)
+                    if result[0] == "3":
+                        self.assertEqual(text.count("not accepted: item"), 1)
+                        self.assertIn("rejected (HTTP 400: no" if "ref" in answers else "", text)
+                        engine.well()
+                        again = "0, %d jobs, answered %d" % (len(engine.made()) + 1, count)
+                        self.came(engine, "", again, size=size)
 
     def test_limits_and_quarantined_items_go_once_by_jobs_too(self):
-        engine = self.engine(lambda prompt, name: engine.reply("no" if "number 1" in prompt else reply_to_prompt(prompt)))
-        code, out, err = self.jobs(engine, "--limit", "3", count=6, size=1)
-        self.assertEqual((code, self.statuses()), (1, {"answered": 2, "quarantined": 1, "pending": 3}), out + err)
-        self.assertEqual(len(engine.prompts()), 4)
-        self.assertEqual(self.jobs(engine, size=1)[0], 1)
-        self.assertEqual(len(engine.prompts()), 7)
-        self.jobs(engine, "--retry-quarantined", size=1)
-        self.assertEqual(len(engine.prompts()), 8)
-        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.assertEqual((self.jobs(engine, "--retry-quarantined", size=1)[0], self.statuses()), (0, {"answered": 6}))
+        self.items_file(6)
+        engine = self.engine("number 1: no")
+        for options, result, prompts in table("""
+                --limit 3           | 1, 2 jobs, answered 2, pending 3, quarantined 1 | 4
+                                    | 1, 3 jobs, answered 5, quarantined 1            | 7
+                --retry-quarantined | 1, 4 jobs, answered 5, quarantined 1            | 8"""):
+            self.came(engine, options, result, size=1)
+            self.assertEqual(len(engine.prompts()), int(prompts))
+        engine.well()
+        self.came(engine, "--retry-quarantined", "0, 5 jobs, answered 6", size=1)
 
-    def test_bad_requests_keys_and_refusals_of_a_job_are_said(self):
-        engine = self.engine()
-        engine.handle = lambda step, path, query, data: (401, b'{"error": {"message": "bad key %s"}}' % KEY.encode())
-        code, out, err = self.jobs(engine, count=2)
-        self.assertEqual((code, len(engine.log)), (3, 1))
-        self.assertIn("no job was made: HTTP 401: bad key ***", out)
-        shutil.rmtree("runs")
-        for words in (["--model", "demo", "--batch-api"], ["--model", "ollama:m", "--batch-api"], ["--model", "openai:m", "--batch-api", "--max-calls", "3"],
-                      ["--model", "openai:m", "--no-wait"], ["--model", "openai:m", "--abandon", "x"]):
-            code, out, err = self.main("--input", "items.jsonl", *words)
+    def test_options_that_do_not_go_by_jobs_are_refused(self):
+        for words in ("demo --batch-api", "ollama:m --batch-api", "openai:m --no-wait",
+                      "openai:m --batch-api --max-calls 3", "openai:m --abandon x"):
+            code, out, err = self.main("--input", "items.jsonl", "--model", *words.split())
             self.assertEqual((code, out), (2, ""), words)
-            shutil.rmtree("runs", ignore_errors=True)
 
-    def test_a_job_that_cannot_be_seen_is_looked_at_again_but_not_for_ever(self):
-        engine = self.engine()
-        seen, real = collections.Counter(), engine.handle
+    def test_a_round_is_cut_into_jobs_and_files_into_parts_of_any_size(self):
+        self.items_file(14)
+        with mock.patch.multiple(bh, MAX_REQUESTS=3, PART=100):
+            for engine in self.engines():
+                self.came(engine, "", "0, 3 jobs, answered 14")
+                self.assertEqual([len(lines) for lines in engine.made()], [3, 3, 1])
 
-        def handle(step, path, query, data):
-            seen[step] += 1
-            if (step, seen[step]) in (("look", 1), ("look", 3), ("fetch", 1)):
-                return 404, b'{"error": {"message": "not visible yet"}}'
-            return real(step, path, query, data)
-        engine.handle = handle
-        self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-        shutil.rmtree("runs")
-        for reply in (b'{"error": {"message": "no such batch"}}', b"{}", b"[1]", b"<html>"):
-            engine.handle = lambda step, path, query, data, reply=reply: (200, reply) if step == "look" else real(step, path, query, data)
-            with mock.patch.object(bh, "MAX_TROUBLES", 3):
-                code, out, err = self.jobs(engine, count=4)
-            self.assertEqual(code, 3)
-            self.assertIn("cannot be asked after: ", out)
-            engine.handle = real
-            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-            shutil.rmtree("runs")
+    # ---- one job ----
+
+    def test_no_fault_on_the_way_makes_a_second_job(self):
+        # The list holds others' jobs too, from a number on: new ones, or old ones before ours.
+        theirs = [{"custom_id": "x-1", "params": {"messages": [{"content": ""}]}}] * 2
+        for forms, others, fault, log in table("""
+                chat messages | 0   | create 1$: do drop |
+                chat          | 100 | create 1$: do drop |
+                chat messages | 0   | create 1$: drop |
+                chat messages | 0   | create 1$: later 504 <html>gateway time-out</html> |
+                chat | 0 | create [12]$: 429 {} | ((?!list).)*$
+                chat | 0 | ^(?!create).* 1$: drop |
+                chat | 0 | look [13]$: 404 {}; fetch 1$: 404 {} |
+                chat | 0 | fetch [12]$: do cut .{20}\\Z |
+                chat | 0 | fetch [12]$: do cut \\n.* |
+                chat | 0 | look [12]$: do with {"output_file_id": null} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"message": "please try again"} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"error": {"message": "x"}} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"data": null} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"data": {}} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"data": [], "has_more": true} |
+                """):
+            for form in forms.split():
+                with self.subTest(fault=fault, form=form), mock.patch.object(bh, "GRACE", 0.2):
+                    engine = self.engine("", fault, form)
+                    for number in range(3):
+                        engine.add(int(others) + number, theirs, age=int(others) * 5000)
+                    self.came(engine, "", self.ONE)
+                    self.assertTrue(re.match(log, " ".join(engine.log)), engine.log)
+                    self.assertEqual(self.steps().split().count("created"), 1)
+                    self.assertNotIn("abandoned", self.steps())
+                    self.assertEqual(len(engine.keys), 1)
+
+    def test_counters_and_files_that_never_come_right_hold_nothing_up(self):
+        for fault in ("errors: 404 {}", 'look: do with {"request_counts": {"completed": 9}}'):
+            self.came(self.engine("", fault), "--no-wait", self.ONE)
+
+    def test_what_never_works_ends_the_run_and_the_next_one_goes_on(self):
+        for most, fault, log, said in table(r"""
+                3 | look: 200 {"error": {"message": "x"}} | upload create( look){3} | asked after: .
+                3 | look: 200 {}     | upload create( look){3} | out: .*cannot be asked after: .
+                3 | look: 200 [1]    | upload create( look){3} | out: .*cannot be asked after: .
+                3 | look: 200 <html> | upload create( look){3} | out: .*cannot be asked after: .
+                2 | fetch: 404 {}    | upload create( look fetch){6} |
+                5 | create: 429 {}   | upload( create){5} | out: .*no job was made: HTTP 429
+                5 | create: 503 {}   | upload create( list)+ create( list)+ create | out: .*HTTP 503
+                9 | create: 405 {}   | upload create | out: .*there is no batch engine
+                9 | create: 501 {}   | upload create | out: .*there is no batch engine
+                9 | .*: 401 {"error": {"message": "SECRET"}} | upload | job was made: HTTP 401: \*
+                """):
+            with self.subTest(fault=fault), mock.patch.object(bh, "MAX_TROUBLES", int(most)):
+                engine = self.engine("", fault.replace("SECRET", KEY))
+                jobs = "3, %d jobs, pending 4" % (" look" in log)
+                self.came(engine, "", jobs, said)
+                self.assertRegex(" ".join(engine.log), "^%s$" % log)
+                self.assertNotIn("collected", self.steps())
+                engine.well()
+                self.came(engine, "", self.ONE)
+
+    def test_what_is_gone_for_good_is_to_be_abandoned(self):
+        for fault in ("look: 404 {}", "fetch: 404 {}"):
+            engine = self.engine("", fault)
+            for options in ("", "--no-wait"):
+                text = self.came(engine, options, "3, 1 jobs, pending 4",
+                                 "(?m)^out: .*gone for good, say --abandon batch_0$")
+                self.assertNotIn("run the same command", text)
+            engine.well()
+            self.came(engine, "--abandon batch_0", "0, 2 jobs, answered 4")
+
+    def test_a_job_that_was_refused_whole_says_why(self):
+        for jobs, line, code, words, said in table(r"""
+                1 | 2    | invalid_json_line    | x | refused whole: line 2: invalid_json_line: x
+                3 | null | token_limit_exceeded | x   | 3 rounds of jobs brought no reply
+                1 | 1    | x                    | a SECRET | refused whole: line 1: x: a \*\*\*"""):
+            counts = '{"request_counts": {"SECRET": 3}, "status": '
+            faults = 'create|look 1$: do with %s "SECRET"}; look: do with %s "failed", "errors": ' \
+                     '{"data": [{"line": %s, "code": "%s", "message": "%s"}]}}' % (
+                         counts, counts, line, code, words)
+            engine = self.engine(".*: nothing", faults.replace("SECRET", KEY), polls=2)
+            self.came(engine, "", "3, %s jobs, pending 4" % jobs, "out: .*" + said)
+            engine.well()
+            self.came(engine, "", "0, %d jobs, answered 4" % (int(jobs) + 1))
+
+    def test_what_is_wrong_with_results_is_named(self):
+        self.items_file(10)
+        ids = [bh.item_id("text number %d" % n) for n in range(10)]
+        engine = self.engine(
+            r"batch_0 \S*-1$: nothing; "
+            r'batch_0 \S*-2$: {"response": null, "error": {"code": "x", "message": "Too late."}}; '
+            r'batch_0 \S*-3$: [{"id": "%s", "answer": "bad"}, {"id": "%s", "answer": "bad"}]'
+            % (ids[6], ids[7]), 'look: do with {"status": "expired"}')
+        engine.extra = '{"custom_id": "nobody-1", "response": {"status_code": 200}}\njunk\n[]\n'
+        text = self.came(engine, "", "0, 2 jobs, answered 10")
+        [first, *_] = [row for row in self.rows(LEDGER, "job") if row["step"] == "collected"]
+        for words in (
+                "missing: %s-1 (%s)" % (first["key"], ", ".join(ids[:2])),
+                'unknown: line 4, "{\\"custom_id\\": \\"nobody-1\\"', 'unknown: line 5, "junk',
+                "crossed: %s-3" % first["key"]):
+            self.assertIn("job batch_0, " + words, text)
+        for words in (
+                "10 items submitted, 6 came back; by verdict: no reply 4, ok 4, set_mismatch 2",
+                "as the provider counts: expired (completed 5, total 5, failed 0)"):
+            self.assertRegex(text, "err: .*job batch_0[:,] " + re.escape(words))
+        self.assertEqual(pick(first, "items missing unknown crossed repeated ended_as"),
+                         (10, 1, 3, 1, 0, "expired"))
+        self.assertEqual([row["detail"] for row in self.failures()],
+                         ["the results hold no line for it", "Too late."])
+        self.assertNotIn('"bad"', json.dumps([row.get("answers") for row in self.rows(LEDGER)]))
+
+    def test_two_lines_for_one_request_count_once_or_not_at_all(self):
+        for other, jobs in (("good", 1), ("bad", 2)):
+            engine = self.engine(r"batch_0 \S*-1$: good + " + other)
+            self.came(engine, "", "0, %d jobs, answered 4" % jobs, "err: .*job batch_0, repeated: ")
+            self.assertNotIn('"bad"', json.dumps([row["answers"] for row in self.rows(LEDGER)]))
 
     def test_results_without_custom_ids_are_joined_to_nothing(self):
-        engine = self.engine(lambda prompt, name: {"custom_id": None, "response": {"status_code": 200, "body": engine.reply(reply_to_prompt(prompt))}, "error": None})
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, self.rows("runs/ledger.jsonl"), self.statuses()), (3, [], {"pending": 4}))
-        self.assertIn("job batch_0 holds none of the requests", out)
-        self.assertEqual(len(self.read(next(path for path in self.written() if "results" in path)).splitlines()), 2)
+        engine = self.engine("", "fetch: do cut custom_")
+        self.came(engine, "", "3, 1 jobs, pending 4",
+                  "out: .*job batch_0 holds none of the requests")
+        self.assertEqual(self.rows(LEDGER), [])
+        self.assertEqual(self.read(self.written("results")[0]).count("\n"), 2)
 
     def test_results_are_split_at_line_feeds_alone(self):
-        engine = self.engine(lambda prompt, name: engine.reply(json.dumps([{"id": item, "answer": "one\u2028two\x85three"} for item, _ in asked_in(prompt)], ensure_ascii=False)))
-        self.items_file(4)
-        words = self.words(engine)
-        at = words.index("--labels")
-        self.assertEqual(self.main(*words[:at], *words[at + 2:])[0], 0)
-        self.assertEqual({answer for row in self.rows("runs/ledger.jsonl") for answer in row["answers"].values()}, {"one\u2028two\x85three"})
+        odd = "one\u2028two\x85three"
+        engine = self.engine(
+            '.*: [{"id": "%s", "answer": "%s"}]' % (bh.item_id("text number 0"), odd))
+        self.items_file(1)
+        self.came(engine, "--labels good," + odd, "0, 1 jobs, answered 1")
+        self.assertEqual(list(self.rows(LEDGER)[0]["answers"].values()), [odd])
+
+    # ---- it may have been made ----
+
+    def test_killed_at_any_step_it_makes_one_job(self):
+        for number in range(1, 7):
+            for held in ("wait", "do wait"):
+                for engine in self.engines("number 2.*number 3: no", "#%d$: %s" % (number, held)):
+                    run = self.start(engine)
+                    self.assertTrue(engine.held.wait(20))
+                    self.kill(run)
+                    engine.go.set()
+                    with self.subTest(number=number, held=held, form=engine.form):
+                        self.came(engine, "", "0, 3 jobs, answered 4")
+                        counts = collections.Counter(engine.prompts()).values()
+                        self.assertEqual(sorted(counts), [1, 1, 1, 2])          # it failed once
+                        names = [row["custom_id"] for row in self.rows(LEDGER)]
+                        self.assertEqual(len(set(names)), len(names))
+
+    def test_an_undecided_job_blocks_until_it_ends_or_a_person_decides(self):
+        for options, result in (("", self.ONE), ("--abandon KEY", "0, 2 jobs, answered 4")):
+            engine = self.engine("", "create 1$: do drop", "messages", polls=99)
+            self.came(engine, "--no-wait", self.OPEN,
+                      "out: .*job msgbatch_0 may be the one that was to be made, and cannot be "
+                      "looked into yet; wait until it ends, or say --abandon ")
+            self.came(engine, "--no-wait", self.OPEN)
+            engine.jobs["msgbatch_0"]["left"] = 0
+            engine.polls = 1
+            key = self.rows(LEDGER, "job")[0]["key"]
+            self.came(engine, options.replace("KEY", key), result)
+
+    def test_a_lost_creation_is_submitted_again_under_its_key_until_it_is_known(self):
+        self.items_file(1, "other.jsonl", 9)
+        for engine in self.engines("", self.LAGS % ("", "")):
+            with mock.patch.object(bh, "MAX_TROUBLES", 5):
+                self.came(engine, "", "3, 3 jobs, pending 4")
+            self.assertNotIn("abandoned", self.steps())
+            engine.well()
+            self.came(engine, "--input other.jsonl", "0, 4 jobs, answered 4")
+            first, *again, _ = engine.made()            # the same custom ids, and texts
+            self.assertEqual(again, [first, first])
+            self.assertEqual(engine.log.count("upload"), {"chat": 2, "messages": 0}[engine.form])
+            self.assertEqual(len(engine.keys), 2)
+
+    def test_killed_while_the_list_lags_it_keeps_key_file_and_custom_ids(self):
+        for engine in self.engines("", self.LAGS % ("[1-3]$", "[1-3]$")):
+            run = self.start(engine)
+            self.wait_for(lambda: "list" in engine.log, "a look for the job")
+            self.kill(run)
+            self.assertEqual(self.main(*self.words(engine), "--batch-api")[0], 0)
+            self.assertEqual(self.steps().split().count("intent"), 1)
+            self.assertEqual(len(engine.keys), 1)
+            names = {line["custom_id"] for lines in engine.made() for line in lines}
+            self.assertEqual(len(names), 2)
+            self.assertLessEqual(len(engine.files), 1)
+
+    def test_requests_that_are_gone_are_not_made_up(self):
+        for engine in self.engines("", self.LAGS % ("", "")):
+            with mock.patch.object(bh, "MAX_TROUBLES", 1):
+                self.came(engine, "", "3, 1 jobs, pending 4")
+            [path] = self.written("requests")
+            os.rename(path, "kept")
+            engine.jobs.clear()
+            engine.well()
+            if engine.form == "messages":               # the file is what would be submitted
+                self.came(engine, "", "3, 0 jobs, pending 4",
+                          "out: .*its requests are gone from " + path)
+                os.rename("kept", path)
+            self.came(engine, "", self.ONE)
+            self.assertEqual(self.steps().split().count("intent"), 1)
+        engine = self.engine("", "upload: drop")
+        self.came(engine, "--no-wait", "4, 0 jobs, pending 4")
+        shutil.rmtree("runs/ledger-jobs")
+        engine.well()
+        self.came(engine, "", self.ONE)
+        self.assertRegex(self.steps(), "^intent abandoned intent ")
 
     def test_a_step_that_is_not_on_the_ledger_is_followed_by_none(self):
         engine, real = self.engine(), bh.Ledger.append
@@ -4678,552 +4809,302 @@ class BatchJobs(EndpointCase):
                 raise OSError(28, "No space left on device")
             real(ledger, parts)
         with mock.patch.object(bh.Ledger, "append", full):
-            self.assertEqual((self.jobs(engine, count=4)[0], engine.log), (3, ["upload"]))
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-
-    def test_a_job_that_is_made_after_its_creation_failed_is_found(self):
-        for form in ("chat", "messages"):
-            engine, late = self.engine(None, form), []
-            real = engine.handle
-
-            def handle(step, path, query, data, engine=engine, real=real, late=late):
-                if step == "create" and not late:
-                    late.append(threading.Timer(0.1, real, (step, path, query, data)))
-                    late[0].start()
-                    return 504, b"<html>gateway time-out</html>"
-                return real(step, path, query, data)
-            engine.handle = handle
-            with mock.patch.object(bh, "GRACE", 0.2):
-                self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-            shutil.rmtree("runs")
-
-    def test_a_list_that_cannot_tell_makes_nothing(self):
-        other = {"lines": [], "left": 0, "metadata": None, "file": "other", "made": time.time() - 5 * 86400}
-        for reply in (b'{"message": "please try again"}', b'{"error": {"message": "x"}}', b'{"data": null}', b'{"data": {}}', b'{"data": [], "has_more": true}', "ascending"):
-            engine = self.engine()
-            left, lists, real = ["create"], [], engine.handle
-            engine.after = lambda step, left=left: step in left and (left.remove(step) or True)
-
-            def handle(step, path, query, data, reply=reply, lists=lists, real=real):
-                if step == "list" and isinstance(reply, bytes) and len(lists) < 2:
-                    lists.append(1)
-                    return 200, reply
-                return real(step, path, query, data)
-            engine.handle = handle
-            if reply == "ascending":
-                for number in range(100, 103):
-                    engine.jobs["batch_%d" % number] = other
-            code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, len([job for job in engine.jobs.values() if job is not other]), self.statuses()), (0, 1, {"answered": 4}), (reply, err))
-            shutil.rmtree("runs")
-
-    def test_results_that_are_cut_or_late_are_fetched_again(self):
-        for fault in ("cut", "no file yet", "one line short"):
-            engine = self.engine()
-            seen, real, document = collections.Counter(), engine.handle, engine.document
-
-            def handle(step, path, query, data, fault=fault, seen=seen, real=real):
-                status, body = real(step, path, query, data)
-                seen[path] += 1
-                if fault == "cut" and "/out-" in path and seen[path] < 3:
-                    body = body[:-20]
-                if fault == "one line short" and "/out-" in path and seen[path] < 3:
-                    body = body.split(b"\n")[0]
-                return status, body
-
-            def late(name, fault=fault, seen=seen, document=document):
-                seen["look"] += 1
-                return dict(document(name), **({"output_file_id": None} if fault == "no file yet" and seen["look"] < 4 else {}))
-            engine.handle, engine.document = handle, late
-            code, out, err = self.jobs(engine, count=8)
-            self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 8}), (fault, err))
-            shutil.rmtree("runs")
-
-    def test_counters_and_files_that_never_come_right_hold_nothing_up(self):
-        for fault in ("counts", "error file"):
-            engine = self.engine()
-            real, document = engine.handle, engine.document
-            engine.document = lambda name, document=document, fault=fault: dict(document(name), **({"request_counts": {"total": 9, "completed": 9, "failed": 0}} if fault == "counts" else {}))
-            engine.handle = lambda step, path, query, data, real=real, fault=fault: (404, b"{}") if fault != "counts" and "/err-" in path else real(step, path, query, data)
-            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 0)
-            self.assertEqual((len(engine.jobs), self.statuses()), (1, {"answered": 4}), fault)
-            shutil.rmtree("runs")
-
-    def test_results_of_which_nothing_can_be_had_are_not_paid_again(self):
-        engine = self.engine()
-        real = engine.handle
-        engine.handle = lambda step, path, query, data: (404, b"{}") if step == "fetch" else real(step, path, query, data)
-        with mock.patch.object(bh, "MAX_TROUBLES", 2):
-            self.assertEqual((self.jobs(engine, count=4)[0], len(engine.jobs), "collected" in self.steps()), (3, 1, False))
-        engine.handle = real
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-
-    def test_a_job_is_taken_up_by_its_own_model_at_its_own_host_only(self):
-        engine, other = self.engine(polls=9), self.engine()
-        self.jobs(engine, "--no-wait", count=4)
-        for words in ([*self.words(other)], [word if word != "openai:m" else "openai:other" for word in self.words(engine)]):
-            code, out, err = self.main(*words)
-            self.assertEqual((code, out), (2, ""))
-            self.assertIn("batch_0 was asked of openai:m at " + engine.base, err)
-        self.assertEqual((len(other.log), len(engine.jobs)), (0, 1))
-        engine.jobs["batch_0"]["left"] = 0
-        self.assertEqual(self.jobs(engine, "--order", "strict")[0], 0)
-        self.assertEqual({row["run"] for row in self.rows("runs/ledger.jsonl")}, {self.rows("runs/ledger.jsonl", "run")[0]["run"]})
-        self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 0)
-
-    def test_a_refused_text_is_settled_in_a_round_of_its_own_too(self):
-        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "other"}
-        engine = self.engine(lambda prompt, name: {"custom_id": name, "response": {"status_code": 400, "body": {"error": refusal}}, "error": None}
-                             if "number 3" in prompt else engine.reply(reply_to_prompt(prompt)))
-        self.assertEqual((self.jobs(engine, count=9)[0], self.statuses()), (1, {"answered": 8, "quarantined": 1}))
-
-    def test_a_creation_that_never_works_ends_the_run(self):
-        for status in (429, 503):
-            engine = self.engine()
-            real = engine.handle
-            engine.handle = lambda step, path, query, data, real=real, status=status: (status, b"{}") if step == "create" else real(step, path, query, data)
-            with mock.patch.object(bh, "MAX_TROUBLES", 5):
-                code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, engine.log.count("create")), (3, 5 if status == 429 else 3), out)
-            engine.handle = real
-            self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-            shutil.rmtree("runs")
-
-    def test_a_look_that_hangs_holds_no_deadline_up(self):
-        engine = self.engine()
-        go = threading.Event()
-        self.addCleanup(go.set)
-        engine.before = lambda step: step == "look" and go.wait(30) and False
-        began = time.monotonic()
-        code, out, err = self.jobs(engine, "--deadline", "1s", count=4)
-        self.assertEqual((code, time.monotonic() - began < 10), (4, True), err)
-        go.set()
-        engine.before = lambda step: False
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-
-    def test_what_is_abandoned_under_a_limit_is_asked_up_to_the_limit(self):
-        engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=6)
-        engine.polls = 1
-        self.assertEqual(self.jobs(engine, "--abandon", "batch_0", "--limit", "2")[0], 0)
-        self.assertEqual((len(engine.jobs["batch_1"]["lines"]), self.statuses()), (1, {"answered": 2, "pending": 4}))
-
-    def test_no_word_of_a_provider_holds_the_key(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends, engine.errors = KEY, {"data": [{"code": "x", "message": "bad key " + KEY, "line": 1}]}
-        real = engine.document
-        engine.document = lambda name: dict(real(name), request_counts={KEY: 3}, status="failed" if engine.jobs[name]["left"] <= 0 else KEY)
-        code, out, err = self.jobs(engine, count=4)             # looks into everything that was written and said
-        self.assertEqual(code, 3)
-        self.assertIn("bad key ***", out)
+            self.came(engine, "", "3, 0 jobs, pending 4")
+        self.assertEqual(engine.log, ["upload"])
+        self.came(engine, "", self.ONE)
 
     def test_a_damaged_intent_blocks(self):
         engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=4)
-        lines = self.bytes().split(b"\n")
-        place = next(n for n, line in enumerate(lines) if b'"step": "intent"' in line)
-        intent = json.loads(lines[place])
-        name = next(iter(intent["requests"]))
-        for change in ({"at": 5}, {"key": "x"}, {"requests": {}}, *({"requests": {name: dict(intent["requests"][name], **odd)}} for odd in (
-                {"sources": ["abc", None]}, {"batch_id": ""}, {"size": 0}, {"attempt": 0}, {"attempt": 10 ** 30}, {"batch": ["", "a"]}, {"batch": 5},
-                {"text_sha": ["0" * 32] * 2}, {"batch": intent["requests"][name]["batch"][:1] * 2}))):
-            self.write("runs/ledger.jsonl", b"\n".join([*lines[:place], json.dumps(dict(intent, **change)).encode(), *lines[place + 1:]]))
-            code, out, err = self.jobs(engine)
-            self.assertEqual((code, len(engine.jobs)), (2, 1), (change, out, err))
-            self.assertIn("what it was to ask is damaged or gone; go back", err)
-            self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 1)
+        self.came(engine, "--no-wait", self.OPEN)
+        whole = self.bytes()
+        [line] = [line for line in whole.split(b"\n") if b'"step": "intent"' in line]
+        intent = json.loads(line)
+        name, request = next(iter(intent["requests"].items()))
+        for [change] in table("""
+                {"at": 5}
+                {"key": "x"}
+                {"requests": {}}
+                {"sources": ["abc", null]}
+                {"batch_id": ""}
+                {"size": 0}
+                {"attempt": 0}
+                {"attempt": 1BIG}
+                {"batch": 5}
+                {"batch": ["", "a"]}
+                {"batch": ["ID", "ID"]}
+                {"text_sha": ["BIG", "BIG"]}"""):
+            change = change.replace("BIG", "0" * 32).replace("ID", request["batch"][0])
+            members = json.loads(change)
+            if members.keys() <= request.keys():
+                members = {"requests": {name: {**request, **members}}}
+            damaged = json.dumps({**intent, **members}).encode()
+            self.write(LEDGER, whole.replace(line, damaged))
+            with self.subTest(change=change):
+                self.came(engine, "", "2, 1 jobs, pending 4",
+                          "err: .*what it was to ask is damaged or gone; go back")
+                self.assertEqual(self.main("audit")[0], 1)
 
-    def test_a_job_survives_the_network(self):
-        engine = self.engine(polls=4)
-        seen = collections.Counter()
+    # ---- taking up, leaving, giving up ----
 
-        def flaky(step):
-            seen[step] += 1
-            return seen[step] == 1 and step != "create"
-        engine.before = flaky
-        code, out, err = self.jobs(engine, count=4)
-        self.assertEqual((code, len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}), out + err)
+    def test_what_waits_in_a_job_is_not_asked_a_second_time(self):
+        engine = self.engine(polls=9)
+        self.came(engine, "--no-wait", self.OPEN)
+        for more in ("", "--limit 1", "--dry-run"):
+            code, out, err = self.main(*self.words(engine), *more.split())
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn("4 items wait for the results of batch_0; say --batch-api, alone or with "
+                          "--abandon batch_0", err)
 
-    def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_and_less_often(self):
-        engine, waits, real = self.engine(polls=20), [], bh.Jobs._wait
+    def test_a_job_is_given_up_by_name(self):
+        for form, fault, options, result, said in table("""
+                chat     | | batch_7    | 2, 1 jobs, pending 4  | err: .*no open job
+                chat     | | batch_0    | 0, 2 jobs, answered 4 | was told to cancel it: cancelling
+                messages | | msgbatch_0 | 0, 2 jobs, answered 4 | was told to cancel it: canceling
+                chat     | | batch_0 --limit 2 | 0, 2 jobs, answered 2, pending 2 |
+                chat | cancel: 409 {} | batch_0 | 0, 2 jobs, answered 4 | may go on where they were
+                """):
+            engine = self.engine("", fault, form, polls=9)
+            self.came(engine, "--no-wait", self.OPEN)
+            engine.polls = 1
+            self.came(engine, "--abandon " + options, result, said)
+            self.assertEqual(engine.log.count("cancel"), int(result[0] == "0"))
+            self.assertEqual(len(engine.made()[-1]), 1 + (result[-1] == "4"))
+
+    def test_a_job_is_taken_up_by_its_own_model_at_its_own_host_only(self):
+        engine, other = self.engine(polls=9), self.engine()
+        self.came(engine, "--no-wait", self.OPEN)
+        for words in ("--base-url " + other.base, "--model openai:other"):
+            self.came(engine, words, "2, 1 jobs, pending 4",
+                      "batch_0 was asked of openai:m at " + engine.base)
+        self.assertEqual(other.log, [])
+        engine.jobs["batch_0"]["left"] = 0
+        self.came(engine, "--order strict", self.ONE)
+        [run] = self.rows(LEDGER, "run")
+        self.assertEqual({row["run"] for row in self.rows(LEDGER)}, {run["run"]})
+        self.came(None, "audit", "0, answered 4")
+
+    def test_a_look_that_hangs_holds_no_deadline_up(self):
+        engine = self.engine("", "look: wait do")
+        began = time.monotonic()
+        self.came(engine, "--deadline 1s", self.OPEN)
+        self.assertLess(time.monotonic() - began, 10)
+        engine.go.set()
+        self.came(engine, "", self.ONE)
+
+    def test_a_small_job_is_looked_at_soon_and_a_long_one_less_and_less_often(self):
+        waits, real = [], bh.Jobs._wait
+
+        def wait(jobs, seconds, words):
+            waits.append(seconds)
+            real(jobs, 0.0, words)
         with mock.patch.multiple(bh, POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
-                mock.patch.object(bh.Jobs, "_wait", lambda rounds, seconds, words: (waits.append(seconds), real(rounds, 0.0, words))[1]):
-            self.assertEqual(self.jobs(engine, count=4)[0], 0)
-        self.assertTrue(1.8 <= waits[0] <= 2.2 and 2.7 <= waits[1] <= 3.3, waits)
-        self.assertTrue(270 <= waits[-1] <= 330, waits)
+                mock.patch.object(bh.Jobs, "_wait", wait):
+            self.came(self.engine(polls=20), "", self.ONE)
+        for place, least, most in ((0, 1.8, 2.2), (1, 2.7, 3.3), (-1, 270, 330)):
+            self.assertTrue(least <= waits[place] <= most, waits)
 
     def test_an_interrupt_leaves_the_job_to_be_taken_up(self):
         engine = self.engine(polls=10 ** 6)
-        self.items_file(4)
-        run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=usual_signals if os.name == "posix" else None)
+        run = self.start(engine)
         self.wait_for(lambda: "look" in engine.log, "a look at the job")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=20)
         self.assertEqual(run.returncode, 130, err)
         self.assertIn(b"interrupted; jobs go on at the provider", out)
         engine.jobs["batch_0"]["left"] = 0
-        self.assertEqual((self.jobs(engine)[0], len(engine.jobs), self.statuses()), (0, 1, {"answered": 4}))
-
-    def test_what_a_job_was_made_of_lies_beside_the_ledger(self):
-        engine = self.engine()
-        self.jobs(engine, count=3)
-        key = self.rows("runs/ledger.jsonl", "job")[0]["key"]
-        folder = "runs/ledger-jobs"
-        self.assertEqual(sorted(os.listdir(folder)), ["%s-%s.jsonl" % (key, what) for what in ("manifest", "requests", "results")])
-        self.assertEqual(self.read("%s/%s-requests.jsonl" % (folder, key)).encode(), engine.files["file-0"])
-        manifest = [json.loads(line) for line in self.read("%s/%s-manifest.jsonl" % (folder, key)).splitlines()]
-        self.assertEqual([(row["source"], row["id"], row["text_sha"]) for row in manifest],
-                         [(str(n), bh.item_id("text number %d" % n), bh.text_digest("text number %d" % n)[:32]) for n in range(3)])
-
-    def emit(self, *more, ledger="runs/ledger.jsonl"):
-        os.environ.pop("OPENAI_API_KEY", None)              # a file of requests needs none
-        return self.main("emit", "requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--batch-size", "2", "--labels", "good,bad", "--ledger", ledger, *more)
-
-    def answered_file(self, answer=None, name="results.jsonl"):
-        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
-        answer = answer or (lambda prompt: json.loads(completion(reply_to_prompt(prompt))))
-        rows = [{"id": "vllm-1", "custom_id": line["custom_id"], "response": {"status_code": 200, "request_id": "r", "body": answer(line["body"]["messages"][0]["content"])}, "error": None}
-                for line in lines]
-        self.write(name, "".join(json.dumps(row) + "\n" for row in rows))
-        return lines
-
-    def test_requests_go_out_and_results_come_back_as_files(self):
-        self.items_file(5)
-        code, out, err = self.emit("--param", "temperature=0")
-        self.assertEqual(code, 0, out + err)
-        self.assertIn("3 requests about 5 items in requests.jsonl; let an engine answer them, then `collect RESULTS --ledger runs/ledger.jsonl`", out)
-        lines = self.answered_file(lambda prompt: json.loads(completion("no" if "number 3" in prompt else reply_to_prompt(prompt))))
-        self.assertEqual([(line["method"], line["url"], line["body"]["model"], line["body"]["temperature"]) for line in lines], [("POST", "/v1/chat/completions", "m", 0)] * 3)
-        code, out, err = self.emit()
-        self.assertEqual((code, out), (2, ""))
-        self.assertIn("`collect` them, or --abandon ", err)
-        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, self.statuses()), (0, {"answered": 3, "pending": 2}), out + err)
-        before = self.bytes()
-        for _ in range(2):                          # the same results again are no news
-            self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-            self.assertEqual(self.rows("runs/ledger.jsonl"), [json.loads(line) for line in before.splitlines() if b'"attempt"' in line[:30]])
-        self.assertEqual(self.emit()[0], 0)
-        [second] = self.answered_file()
-        self.assertEqual(len(asked_in(second["body"]["messages"][0]["content"])), 2)
-        self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertEqual(self.statuses(), {"answered": 5})
-        self.assertIn("nothing to do", self.emit()[1])
-        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows("runs/ledger.jsonl")], [(1, "ok"), (1, "ok"), (1, "not_json"), (2, "ok")])
-
-    def test_results_of_every_dialect_are_read(self):
-        self.items_file(8)
-        self.emit()
-        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
-        bodies = [json.loads(completion(reply_to_prompt(line["body"]["messages"][0]["content"]))) for line in lines]
-        self.write("results.jsonl", "\ufeff" + "".join(json.dumps(row) + "\r\n" for row in (
-            {"custom_id": lines[0]["custom_id"], "response": {"status_code": 200, "body": bodies[0]}},
-            {"custom_id": lines[1]["custom_id"], "response": {"status_code": 404, "request_id": "x", "body": None}, "error": {"error": {"message": "no such model", "code": 404}}},
-            {"custom_id": lines[2]["custom_id"], "response": {"status_code": 500, "body": None}, "error": "boom"},
-            {"custom_id": lines[3]["custom_id"], "response": {"body": bodies[3]}, "error": None})))
-        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, self.statuses()), (1, {"answered": 4, "pending": 4}), out + err)
-        self.assertEqual([row["detail"].partition(";")[0] for row in self.failures()], ["HTTP 404: no such model", "HTTP 500: boom"])
-        self.assertEqual(self.main("collect", "items.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
-        self.assertEqual(self.main("collect", "none.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
-
-    def test_late_results_are_taken_unless_the_items_were_answered_meanwhile(self):
-        self.items_file(4)
-        self.emit()
-        self.answered_file()
-        whole = self.read("results.jsonl").splitlines(True)
-        self.write("part.jsonl", whole[0])
-        self.assertEqual(self.main("collect", "part.jsonl", "--ledger", "runs/ledger.jsonl")[0], 1)
-        self.assertEqual(self.statuses(), {"answered": 2, "pending": 2})
-        self.assertEqual(self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertEqual(self.statuses(), {"answered": 4})
-        self.write("items.jsonl", '{"id": 9, "text": "another"}\n')
-        self.emit()
-        self.answered_file()
-        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt, "bad")))
-        code, out, err = self.ask(server, 0, "--labels", "good,bad", "--batch-size", "2")
-        self.assertEqual(code, 2)
-        self.assertIn("`collect` its results", err)
-
-    def test_emit_and_collect_refuse_what_would_destroy_or_mislead(self):
-        self.items_file(4)
-        before = self.bytes("items.jsonl")
-        for target in ("items.jsonl", "./items.jsonl", "runs/ledger.jsonl"):
-            code, out, err = self.main("emit", target, "--input", "items.jsonl", "--model", "openai:m", "--ledger", "runs/ledger.jsonl")
-            self.assertEqual((code, self.bytes("items.jsonl")), (2, before))
-        self.assertEqual(self.main("emit", "none/requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--ledger", "runs/ledger.jsonl")[0], 2)
-        self.assertEqual(self.emit()[0], 0)
-        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "runs/ledger.jsonl")[0], 2)
-        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "other/ledger.jsonl")[0], 2)
-        self.assertFalse(os.path.exists("other"))
-        self.answered_file()
-        whole = self.bytes("results.jsonl").splitlines(True)
-        for number, line in enumerate(whole):
-            self.write("part%d.jsonl" % number, b"\xef\xbb\xbf" + line)
-        self.assertEqual(self.main("collect", "part0.jsonl", "part1.jsonl", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertEqual(self.statuses(), {"answered": 4})
-
-    def test_an_open_job_of_a_provider_is_not_collected_from_a_file(self):
-        engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=4)
-        self.write("results.jsonl", engine.results("batch_0", "out"))
-        code, out, err = self.main("collect", "results.jsonl", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, out), (2, ""))
-        self.assertNotIn("collected", self.steps())
-
-    def test_results_in_parts_are_counted_as_what_they_are(self):
-        self.items_file(10)
-        self.emit()
-        self.answered_file()
-        lines = self.read("results.jsonl").splitlines(True)
-        for name, part in (("a", lines[:3]), ("b", lines[3:4]), ("c", lines)):
-            self.write(name, "".join(part))
-        code, out, err = self.main("collect", "a", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual(code, 1)
-        code, out, err = self.main("collect", "b", "--ledger", "runs/ledger.jsonl")
-        self.assertEqual((code, len(self.failures())), (1, 2))
-        self.assertIn("10 items submitted, 8 came back; by verdict: no reply 2, ok 2", err)
-        self.assertEqual(err.count("missing: "), 1)
-        self.assertEqual(self.main("collect", "c", "--ledger", "runs/ledger.jsonl")[0], 0)
-        self.assertIn("nothing new", self.main("collect", "c", "--ledger", "runs/ledger.jsonl")[2])
-        self.assertEqual(self.statuses(), {"answered": 10})
-        self.assertEqual(self.main("audit", "--ledger", "runs/ledger.jsonl")[0], 0)
-
-    # ---- the key is kept ----
-
-    def lagging(self, engine, creations=99, lists=99):
-        """The answers to creations are lost, and the list does not show what was made, so often."""
-        real, left = engine.handle, {"create": creations, "list": lists}
-
-        def handle(step, path, query, data):
-            status, body = real(step, path, query, data)
-            if left.get(step, 0) > 0:
-                left[step] -= 1
-                return (502, b"lost") if step == "create" else (200, b'{"data": [], "has_more": false}')
-            return status, body
-        engine.handle = handle
-
-    def test_a_lost_creation_is_submitted_again_under_its_key_until_it_is_known(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            self.lagging(engine)
-            with mock.patch.object(bh, "MAX_TROUBLES", 5):
-                code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, "abandoned" in self.steps()), (3, False), err)
-            del engine.handle
-            made, uploads = len(engine.jobs), engine.log.count("upload")
-            self.assertGreater(made, 1)
-            self.items_file(1, "other.jsonl", 9)                # the input does not matter any more
-            words = [word if word != "items.jsonl" else "other.jsonl" for word in self.words(engine)]
-            self.assertEqual(self.main(*words)[0], 0)
-            self.assertEqual(self.statuses(), {"answered": 4})
-            keys = {job["metadata"]["batch_harness"] for job in engine.jobs.values() if job["metadata"]}
-            sent = {head["Idempotency-Key"] for step, head in engine.headers if step == "create"}
-            again = [job["lines"] for job in list(engine.jobs.values())[:made]]
-            self.assertEqual(again, again[:1] * made)           # the same custom ids, and texts
-            self.assertEqual(engine.log.count("upload"), uploads + (form == "chat"))   # of other.jsonl
-            self.assertEqual(len(sent), 2, (keys, sent))
-            shutil.rmtree("runs")
-
-    def test_killed_while_the_list_lags_it_keeps_key_file_and_custom_ids(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            self.lagging(engine, 3, 3)
-            self.items_file(4)
-            run = subprocess.Popen([sys.executable, "-c", self.QUICK, *map(str, self.words(engine))],
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            self.wait_for(lambda: "list" in engine.log, "a look for the job")
-            run.kill()
-            run.wait()
-            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-            self.assertEqual(self.steps().count("intent"), 1)
-            self.assertEqual(len({head["Idempotency-Key"] for step, head in engine.headers if step == "create"}), 1)
-            self.assertEqual(len({line["custom_id"] for job in engine.jobs.values() for line in job["lines"]}), 2)
-            self.assertLessEqual(len(engine.files), 1)
-            shutil.rmtree("runs")
-
-    def test_requests_that_are_gone_are_not_made_up(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            self.lagging(engine)
-            with mock.patch.object(bh, "MAX_TROUBLES", 1):
-                self.assertEqual(self.jobs(engine, count=4)[0], 3)
-            path = next(path for path in self.written() if "requests" in path)
-            text = self.read(path)
-            os.remove(path)
-            engine.jobs.clear()
-            del engine.handle
-            code, out, err = self.jobs(engine)
-            if form == "messages":              # the file is what would be submitted
-                self.assertEqual(code, 3)
-                self.assertIn("its requests are gone from " + path, out)
-                self.write(path, text)
-                code = self.jobs(engine)[0]
-            self.assertEqual((code, self.statuses()), (0, {"answered": 4}), out)
-            self.assertEqual((len(engine.jobs), self.steps().count("intent")), (1, 1))
-            shutil.rmtree("runs")
-        engine = self.engine()
-        engine.before = lambda step: step == "upload"
-        self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-        shutil.rmtree("runs/ledger-jobs")
-        engine.before = lambda step: False
-        self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, {"answered": 4}))
-        self.assertEqual((len(engine.jobs), self.steps()[:3]), (1, ["intent", "abandoned", "intent"]))
-
-    def test_statuses_that_say_that_no_job_was_made(self):
-        for status, words in ((405, "there is no batch engine"), (501, "there is no batch engine"), (429, "")):
-            engine, left = self.engine(), [1, 1]
-            real = engine.handle
-            engine.handle = lambda step, path, query, data: (
-                (status, b"{}") if step == "create" and left and left.pop() else real(step, path, query, data))
-            code, out, err = self.jobs(engine, count=4)
-            self.assertIn(words, out)
-            self.assertEqual((code, "list" in engine.log), (3 if words else 0, False))
-            keys = {head["Idempotency-Key"] for step, head in engine.headers if step == "create"}
-            self.assertEqual(len(keys), 1)
-            shutil.rmtree("runs")
-
-    def test_what_is_gone_for_good_is_to_be_abandoned(self):
-        for gone in ("look", "fetch"):
-            engine = self.engine()
-            real = engine.handle
-            engine.handle = lambda step, path, query, data: (
-                (404, b"{}") if step == gone else real(step, path, query, data))
-            for more in ([], ["--no-wait"]):
-                code, out, err = self.jobs(engine, *more, count=4)
-                self.assertEqual((code, len(engine.jobs)), (3, 1))
-                self.assertRegex(out, "gone for good, say --abandon batch_0\n")
-                self.assertNotIn("run the same command", out)
-            del engine.handle
-            self.assertEqual(self.jobs(engine, "--abandon", "batch_0")[0], 0)
-            self.assertEqual((len(engine.jobs), self.statuses()), (2, {"answered": 4}))
-            shutil.rmtree("runs")
-
-    def test_abandon_cancels_at_the_provider(self):
-        for form, status in (("chat", "cancelling"), ("messages", "canceling"), ("chat", "")):
-            engine = self.engine(None, form, polls=9)
-            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-            [name], real = engine.jobs, engine.handle
-            if not status:
-                engine.handle = lambda step, path, query, data: (
-                    (409, b'{"error": {"message": "too late"}}') if step == "cancel" else real(step, path, query, data))
-            engine.polls = 1
-            code, out, err = self.jobs(engine, "--abandon", name)
-            self.assertEqual((code, engine.log.count("cancel"), self.statuses()), (0, 1, {"answered": 4}), err)
-            self.assertIn("job %s is abandoned; %s" % (
-                name, "the provider was told to cancel it: " + status if status else
-                "its requests may go on where they were sent, and cost"), err)
-            shutil.rmtree("runs")
-
-    # ---- streams ----
-
-    def test_a_round_is_cut_into_jobs_and_files_into_parts_of_any_size(self):
-        for form in ("chat", "messages"):
-            engine = self.engine(None, form)
-            with mock.patch.multiple(bh, MAX_REQUESTS=3, PART=100):
-                self.assertEqual((self.jobs(engine, count=14)[0], self.statuses()), (0, {"answered": 14}))
-            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [3, 3, 1])
-            shutil.rmtree("runs")
-
-    def peak(self, *words):
-        """The most memory, in MB, that a command takes in a process of its own."""
-        if sys.platform != "linux":
-            self.skipTest("ru_maxrss is not in kB here")
-        script = self.QUICK.replace("sys.exit(bh.main(sys.argv[1:]))", "import resource; bh.MAX_REQUESTS = 500; "
-                                    "bh.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
-        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
-        self.assertEqual(done.stderr.count(b"Traceback"), 0, done.stderr)
-        return int(done.stdout.split()[-1]) / 1024
-
-    def test_neither_requests_nor_results_are_held(self):
-        self.items_file(12000)
-        emit = ["emit", "requests.jsonl", "--input", "items.jsonl", "--model", "openai:m", "--labels", "good,bad"]
-        least = self.peak("audit", "--ledger", "none")
-        self.assertLess(self.peak(*emit) - least, 30)
-        lines = [json.loads(line) for line in self.read("requests.jsonl").splitlines()]
-        self.assertEqual(len(lines), 12000)
-        with open("results.jsonl", "w") as file:
-            for line in lines[:1500]:
-                body = json.loads(completion(reply_to_prompt(line["body"]["messages"][0]["content"]) + " " * 40000))
-                file.write(json.dumps({"custom_id": line["custom_id"], "response": {"status_code": 200, "body": body}}) + "\n")
-        self.assertLess(self.peak("collect", "results.jsonl") - least, 40)
-        self.assertEqual(self.statuses(), {"answered": 1500, "pending": 10500})
+        self.came(engine, "", self.ONE)
 
     # ---- files ----
 
-    def test_collect_reads_gzip_and_fireworks_counts_each_file_and_keeps_a_copy(self):
-        self.items_file(6)
-        self.emit()
-        bodies = [json.loads(completion(reply_to_prompt(json.loads(line)["body"]["messages"][0]["content"])))
-                  for line in self.read("requests.jsonl").splitlines()]
-        names = [json.loads(line)["custom_id"] for line in self.read("requests.jsonl").splitlines()]
-        flat = [json.dumps({"custom_id": name, "response": body, "error": None}) for name, body in zip(names, bodies)]
-        self.write("a.gz", gzip.compress(("\ufeff" + flat[0] + "\n").encode()) + gzip.compress(flat[1].encode()))
-        self.write("b.jsonl", flat[1] + "\n" + flat[2] + "\n{}\n")
-        code, out, err = self.main("collect", "a.gz", "b.jsonl")
-        self.assertEqual((code, self.statuses()), (1, {"answered": 6}), err)            # a line is nobody's
-        self.assertIn("a.gz, lines: results 2\n", err)
-        self.assertIn("b.jsonl, lines: results 2, unknown 1\n", err)
-        [kept] = [path for path in self.written() if "results" in path]
-        self.assertEqual(self.read(kept).split("\n"), ["\ufeff" + flat[0], flat[1], *flat[1:3], ""])
+    def test_what_a_job_was_made_of_lies_beside_the_ledger(self):
+        engine = self.engine()
+        self.came(engine, "", self.ONE)
+        beside = "runs/ledger-jobs/" + self.rows(LEDGER, "job")[0]["key"]
+        names = [beside + "-%s.jsonl" % what for what in ("manifest", "requests", "results")]
+        self.assertEqual(sorted(self.written("ledger-jobs")), names)
+        self.assertEqual(self.bytes(beside + "-requests.jsonl"), engine.files["file-0"])
+        manifest = map(json.loads, self.read(beside + "-manifest.jsonl").splitlines())
+        texts = ["text number %d" % n for n in range(4)]
+        self.assertEqual([pick(row, "source id text_sha") for row in manifest], [
+            (str(n), bh.item_id(text), bh.text_digest(text)[:32]) for n, text in enumerate(texts)])
+
+    def answer(self, answers="", path="requests.jsonl"):
+        """Answer a file of requests in results.jsonl; the requests, and the lines of results."""
+        engine = Engine(answers)
+        engine.close()
+        requests = [json.loads(line) for line in self.read(path).splitlines()]
+        lines = [line for request in requests for _, line in engine.lines_for(request)]
+        self.write("results.jsonl", "".join(lines))
+        return requests, lines
+
+    def test_requests_go_out_and_results_come_back_as_files(self):
+        self.items_file(5)
+        self.came(None, self.EMIT + "--param temperature=0", "0, pending 5",
+                  "out: .*3 requests about 5 items in requests.jsonl; let an engine answer them, "
+                  "then `collect RESULTS --ledger runs/ledger.jsonl`")
+        requests, _ = self.answer("number 3: no")
+        for line in requests:
+            self.assertEqual((*pick(line, "method url"), *pick(line["body"], "model temperature")),
+                             ("POST", "/v1/chat/completions", "m", 0))
+        self.came(None, self.EMIT, "2, pending 5", "(?s)\\Aerr: .*`collect` them, or --abandon ")
+        for _ in range(3):                          # the same results again are no news
+            self.came(None, "collect results.jsonl", "0, answered 3, pending 2")
+            self.assertEqual(len(self.rows(LEDGER)), 3)
+        self.came(None, self.EMIT, "0, answered 3, pending 2")
+        [[request], _] = self.answer()
+        self.assertEqual(len(asked_in(Engine.prompt_of(request))), 2)
+        self.came(None, "collect results.jsonl", "0, answered 5")
+        self.came(None, self.EMIT, "0, answered 5", "out: .*nothing to do")
+        self.assertEqual(["%(attempt)d %(verdict)s" % row for row in self.rows(LEDGER)],
+                         ["1 ok", "1 ok", "1 not_json", "2 ok"])
+
+    def test_results_of_every_dialect_are_read(self):
+        self.items_file(12)
+        self.came(None, self.EMIT, "0, pending 12")
+        _, lines = self.answer(
+            '-1$: {"response": {"status_code": 200, "body": "REPLY"}}; '
+            '-2$: {"response": {"status_code": 404, "request_id": "x", "body": null}, '
+            '"error": {"error": {"message": "no such model", "code": 404}}}; '
+            '-3$: {"response": {"status_code": 500, "body": null}, "error": "boom"}; '
+            '-4$: {"response": {"body": "REPLY"}, "error": null}; '
+            '-5$: {"response": "REPLY", "error": null}')                # Fireworks
+        first = ("\ufeff" + "".join(lines[:2])).replace("\n", "\r\n")
+        self.write("a.gz", gzip.compress(first.encode()) + gzip.compress(lines[2].strip().encode()))
+        self.write("b.jsonl", "".join(lines[2:]) + "{}\n")
+        self.came(None, "collect a.gz b.jsonl", "1, answered 8, pending 4",
+                  "err: .*a.gz, lines: results 3\n",
+                  "err: .*b.jsonl, lines: results 4, unknown 1\n")
+        self.assertEqual([row["detail"].partition(";")[0] for row in self.failures()],
+                         ["HTTP 404: no such model", "HTTP 500: boom"])
+        [kept] = self.written("results")
+        self.assertEqual(self.read(kept), first + "".join([lines[2], *lines[2:]]))
         self.write("c.gz", gzip.compress(b"x" * 99)[:20])
-        self.assertIn("cannot read c.gz: ", self.main("collect", "c.gz")[2])
+        for name, said in (("c.gz", "cannot read c.gz: "), ("items.jsonl", ""), ("none.jsonl", "")):
+            self.came(None, "collect " + name, "2, answered 8, pending 4", said)
+
+    def test_late_results_are_taken_unless_the_items_were_answered_meanwhile(self):
+        self.came(None, self.EMIT, "0, pending 4")
+        _, lines = self.answer()
+        self.write("part.jsonl", lines[0])
+        self.came(None, "collect part.jsonl", "1, answered 2, pending 2")
+        self.came(None, "collect results.jsonl", "0, answered 4")
+        self.items_file(1, start=9)
+        self.came(None, self.EMIT, "0, pending 1")
+        code, out, err = self.ask(self.serve(), 0, "--labels", "good,bad", "--batch-size", "2")
+        self.assertEqual(code, 2)
+        self.assertIn("`collect` its results", err)
+
+    def test_results_in_parts_are_counted_as_what_they_are(self):
+        self.items_file(10)
+        self.came(None, self.EMIT, "0, pending 10")
+        _, lines = self.answer()
+        for name, part in (("a", lines[:3]), ("b", lines[3:4]), ("c", lines)):
+            self.write(name, "\ufeff" + "".join(part))
+        self.came(None, "collect a", "1, answered 6, pending 4")
+        text = self.came(None, "collect b", "1, answered 8, pending 2",
+                         "err: .*10 items submitted, 8 came back; by verdict: no reply 2, ok 2")
+        self.assertEqual((text.count("missing: "), len(self.failures())), (1, 2))
+        self.came(None, "collect c", "0, answered 10")
+        self.came(None, "collect c", "0, answered 10", "err: .*nothing new")
+        self.came(None, "audit", "0, answered 10")
+
+    def test_emit_and_collect_refuse_what_would_destroy_or_mislead(self):
+        before = self.bytes("items.jsonl")
+        for target in ("items.jsonl", "./items.jsonl", LEDGER, "none/requests.jsonl"):
+            code = self.main(*self.EMIT.replace("requests.jsonl", target).split())[0]
+            self.assertEqual((code, self.bytes("items.jsonl")), (2, before))
+        self.came(None, self.EMIT, "0, pending 4")
+        for ledger in (LEDGER, "other/ledger.jsonl"):
+            self.came(None, "collect requests.jsonl --ledger " + ledger, "2, pending 4")
+        self.assertFalse(os.path.exists("other"))
+        _, lines = self.answer()
+        for number, line in enumerate(lines):
+            self.write("part%d" % number, "\ufeff" + line)
+        self.came(None, "collect part0 part1", "0, answered 4")
+
+    def test_an_open_job_of_a_provider_is_not_collected_from_a_file(self):
+        engine = self.engine(polls=9)
+        self.came(engine, "--no-wait", self.OPEN)
+        self.write("results.jsonl", engine.results("batch_0", "fetch"))
+        self.came(None, "collect results.jsonl", "2, pending 4", "\\Aerr: ")
+        self.assertNotIn("collected", self.steps())
 
     def test_requests_go_out_in_parts_that_come_back_in_any_order_and_again(self):
         self.items_file(14)
         with mock.patch.object(bh, "MAX_REQUESTS", 2):
-            code, out, err = self.emit("--parts", "3")
+            self.came(None, self.EMIT + "--parts 3", "0, pending 14")
         names = ["requests-%d-of-3.jsonl" % number for number in (1, 2, 3)]
-        self.assertEqual([len(self.read(name).splitlines()) for name in names], [3, 3, 1])
+        self.assertEqual([self.read(name).count("\n") for name in names], [3, 3, 1])
         self.assertEqual(sorted(glob.glob("requests*")), names)
-        self.assertIn("--abandon requests-1-of-3.jsonl", self.emit("--parts", "3")[2])
-        for place, left in ((3, 12), (1, 6), (1, 6), (3, 6), (2, 0)):
-            os.replace(names[place - 1], "requests.jsonl")
-            self.answered_file()
-            os.replace("requests.jsonl", names[place - 1])
-            self.assertEqual(self.main("collect", "results.jsonl")[0], 0)
-            self.assertEqual(self.statuses()["pending"], left)
-        self.assertEqual(self.rows("runs/ledger.jsonl", "failure"), [])
-        self.assertEqual(self.main("audit")[0], 0)
+        self.came(None, self.EMIT + "--parts 3", "2, pending 14", "--abandon requests-1-of-3.jsonl")
+        for place, result in ((3, "0, answered 2, pending 12"), (1, "0, answered 8, pending 6"),
+                              (1, "0, answered 8, pending 6"), (3, "0, answered 8, pending 6"),
+                              (2, "0, answered 14")):
+            self.answer("", names[place - 1])
+            self.came(None, "collect results.jsonl", result)
+        self.assertEqual(self.failures(), [])
+        self.came(None, "audit", "0, answered 14")
         self.items_file(4, start=20)
-        self.emit("--parts", "9")
+        self.came(None, self.EMIT + "--parts 9", "0, pending 4")
         self.assertEqual(len(glob.glob("requests-*-of-2.jsonl")), 2)
-        code, out, err = self.emit("--parts", "2", "--abandon", "requests-1-of-2.jsonl")
-        self.assertIn("the results of requests-2-of-2.jsonl are not collected", err)
+        self.came(None, self.EMIT + "--parts 2 --abandon requests-1-of-2.jsonl", "2, pending 4",
+                  "the results of requests-2-of-2.jsonl are not collected")
 
     def test_jobs_that_an_earlier_program_left_are_gone_on_with(self):
-        self.items_file(4)
-        self.emit()
+        self.came(None, self.EMIT, "0, pending 4")
         lines = self.bytes().splitlines()
-        for number, line in enumerate(lines):           # it did not name the file, and knew other keys
+        for number, line in enumerate(lines):           # it did not name the file
             row = json.loads(line)
             row.pop("file", None)
             row["prev"] = "%08x" % (zlib.crc32(lines[number - 1]) if number else 0)
             lines[number] = json.dumps(row).encode()
-        self.write("runs/ledger.jsonl", b"\n".join([*lines, b""]))
+        self.write(LEDGER, b"\n".join([*lines, b""]))
         shutil.rmtree("runs/ledger-jobs")
-        self.assertIn("--abandon file requests.jsonl", self.emit()[2])
+        self.came(None, self.EMIT, "2, pending 4", "--abandon file requests.jsonl")
         whole = self.bytes()
-        self.answered_file()
-        self.assertEqual((self.main("collect", "results.jsonl")[0], self.statuses()), (0, {"answered": 4}))
-        self.write("runs/ledger.jsonl", whole)
-        code, out, err = self.emit("--abandon", "file requests.jsonl")
+        self.answer()
+        self.came(None, "collect results.jsonl", "0, answered 4")
+        self.write(LEDGER, whole)
+        code, out, err = self.main(*self.EMIT.split(), "--abandon", "file requests.jsonl")
         self.assertEqual(code, 0, err)
         self.assertIn("2 requests about 4 items", out)
-        self.assertEqual(self.main("audit")[0], 0)
+        self.came(None, "audit", "0, pending 4")
+
+    def peak(self, words):
+        """The most memory, in MB, that a command takes in a process of its own."""
+        if sys.platform != "linux":
+            self.skipTest("ru_maxrss is not in kB here")
+        script = self.QUICK + ("import resource; bh.MAX_REQUESTS = 500; bh.main(sys.argv[1:]); "
+                               "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
+        done = subprocess.run([sys.executable, "-c", script, *words.split()], capture_output=True)
+        self.assertNotIn(b"Traceback", done.stderr)
+        return int(done.stdout.split()[-1]) / 1024
+
+    def test_neither_requests_nor_results_are_held(self):
+        self.items_file(12000)
+        least = self.peak("audit --ledger none")
+        self.assertLess(self.peak(self.EMIT + "--batch-size 1") - least, 30)
+        self.write("some", b"".join(self.bytes("requests.jsonl").splitlines(True)[:1500]))
+        self.assertEqual(self.read("requests.jsonl").count("\n"), 12000)
+        _, lines = self.answer("", "some")
+        with open("results.jsonl", "w") as file:        # what this process holds would count below
+            for line in lines:
+                file.write(line.replace('}]"', '}]%s"' % (" " * 40000)))
+        self.assertLess(self.peak("collect results.jsonl") - least, 40)
+        self.came(None, "audit", "0, answered 1500, pending 10500")
 
     def test_shards_part_the_items_and_none_is_in_two(self):
         self.items_file(40)
-        seen = []
-        for part in (1, 2, 3):
-            self.main("--input", "items.jsonl", "--model", "demo", "--shard", "%d/3" % part, "--ledger", "s%d.jsonl" % part)
-            seen.append({name for row in self.rows("s%d.jsonl" % part) for name in row["batch"]})
-            self.assertEqual({int(name, 16) % 3 for name in seen[-1]}, {part - 1})
-            self.assertEqual(self.rows("s%d.jsonl" % part, "run")[0]["shard"], "%d/3" % part)
-        self.assertEqual((len(set().union(*seen)), sum(map(len, seen))), (40, 40))
+        run, seen = "--input items.jsonl --model demo --shard ", []
         for shard in ("0/3", "4/3", "1", "a/b"):
-            self.assertIn("--shard", self.refused("--input", "items.jsonl", "--model", "demo", "--shard", shard))
+            self.assertIn("--shard", self.refused(*run.split(), shard))
+        for part in (1, 2, 3):
+            self.main(*(run + "%d/3 --ledger s%d" % (part, part)).split())
+            names = {name for row in self.rows("s%d" % part) for name in row["batch"]}
+            seen += names
+            self.assertEqual({int(name, 16) % 3 for name in names}, {part - 1})
+            self.assertEqual(self.rows("s%d" % part, "run")[0]["shard"], "%d/3" % part)
+        self.assertEqual((len(set(seen)), len(seen)), (40, 40))
 
 
 # ====================================================================================================================
