@@ -228,17 +228,9 @@ def item_id(text: str) -> str:
     return text_digest(text)[:ID_LENGTH]
 
 
-def key_of(digest: str) -> int:
-    """What State remembers of a text: the first 32 hex digits of its digest, as an integer."""
-    return int(digest[:32], 16)
-
-
 class Item(NamedTuple("Item", [
         ("text", str), ("id", str), ("digest", str), ("source", Optional[str])])):
-    """One text to be asked about: `Item(text)`.  `text` is stripped, `id` begins the `digest`.
-
-    `source` is the caller's own key of the first row with this text, as JSON.
-    """
+    """One stripped text, `Item(text)`; `source`: the caller's key of its first row, as JSON."""
 
     __slots__ = ()
 
@@ -248,15 +240,6 @@ class Item(NamedTuple("Item", [
 
     def __getnewargs__(self) -> Tuple[Any, ...]:    # items travel between processes (Ray, Spark)
         return self.text, self.source, len(self.id)
-
-
-class Row(NamedTuple):
-    """One row of the input.  `error` says what is wrong with it, and then `text` is empty."""
-
-    line: int                   # the physical line it begins on, from 1 (of a table: the row)
-    text: str                   # as it stands in the input, unstripped
-    key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
-    error: Optional[str] = None
 
 
 class Spelled(str):
@@ -286,8 +269,7 @@ def _figures(spelled: str) -> str:
 def _exact(spelled: str) -> float:
     """A float that is written back as the same value; ValueError where it would be rounded."""
     value = _finite(spelled)
-    # The nearest float is never ten times off, unless it is 0, which has no figures: equal figures
-    # are an equal value.
+    # Equal figures are an equal value: no float is ten times off, but for 0, which has no figures.
     if spelled != repr(value) and _figures(spelled) != _figures(repr(value)):
         raise ValueError("the number %s would be rounded to %r" % (
             shown(Spelled(spelled), 40), value))
@@ -366,6 +348,7 @@ class Task(NamedTuple):
     rubric_version: Optional[int]
     form: str                           # of the reply: "list", or "keyed": one object keyed by id
     fingerprint: str
+    examples: Optional[List[Any]] = None    # {"text": ..., "answer": ...}: shown and never asked
 
     @property
     def bare(self) -> bool:
@@ -384,12 +367,12 @@ DEFAULT_TASK = {
 WORDS = ("a text that is not blank", lambda v: isinstance(v, str) and bool(v.strip()))
 # name -> what it must be, is it that?
 TASK_MEMBERS: Dict[str, Tuple[str, Callable[[Any], bool]]] = {
-    "stage": WORDS,
-    "instruction": WORDS,
+    "stage": WORDS, "instruction": WORDS,
     "rubric_version": ("an integer", lambda v: v is None or type(v) is int),
     "fields": (
         "an object of name: schema, with one field or more",
         lambda v: isinstance(v, dict) and bool(v)),
+    "examples": ("a list that is not empty", lambda v: isinstance(v, list) and bool(v))
 }
 
 
@@ -399,25 +382,9 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     >>> load_task({"instruction": "Good?", "fields": {"answer": {"enum": ["yes", "no"]}}}).bare
     True
     """
-    given: Any = path_or_dict
-    name = "task"
-    try:
-        if not isinstance(given, Mapping):
-            name = "the task %s" % given
-            with open(given, "rb") as file:
-                given = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
-        # What does not survive being written as JSON could not be put on a ledger or into a prompt.
-        written = encode(dict(DEFAULT_TASK, **given))
-        members = REPLY_JSON.decode(written)
-    except OSError as error:
-        raise HarnessError("cannot read %s: %s; check --task" % (name, error.strerror))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise HarnessError("%s: not a plain JSON object: %s; fix it" % (name, error))
+    members = _members_in(path_or_dict)
     if form not in ("list", "keyed"):
         raise HarnessError("task: the reply form is %s; it is list or keyed" % shown(form))
-    if SURROGATE.search(written) or "\\u0000" in written.replace("\\\\", "") or too_deep(members):
-        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; "
-                           "fix it" % MAX_DEPTH)
     for name, value in members.items():
         if name not in TASK_MEMBERS:
             raise HarnessError("task: unknown member %s; a task has %s" % (
@@ -430,10 +397,48 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     # A schema's members in another order are the same task; fields in another order are not: the
     # prompt shows them so.
     schemas = [[name, _sorted_json(schema)] for name, schema in members["fields"].items()]
-    marks = _sorted_json([members["stage"], members["instruction"], schemas,
-                          members["rubric_version"], PROMPT_FORM, form])
-    fingerprint = hashlib.sha256(marks.encode("ascii")).hexdigest()[:12]
-    return Task(form=form, fingerprint=fingerprint, **members)
+    marks = [members["stage"], members["instruction"], schemas, members["rubric_version"],
+             PROMPT_FORM, form]
+    if "examples" in members:
+        marks.append(encode(members["examples"]))
+    digest = hashlib.sha256(_sorted_json(marks).encode("ascii")).hexdigest()
+    task = Task(form=form, fingerprint=digest[:12], **members)
+    if task.examples:
+        _check_examples(task)
+    return task
+
+
+def _members_in(given: Any) -> Dict[str, Any]:
+    """The members of a task, as they are after being written as JSON and read back."""
+    name = "task"
+    try:
+        if not isinstance(given, Mapping):
+            name = "the task %s" % given
+            with open(given, "rb") as file:
+                given = REPLY_JSON.decode(file.read().decode("utf-8-sig").strip())
+        # What does not survive this could not be put on a ledger or into a prompt.
+        written = encode(dict(DEFAULT_TASK, **given))
+        members: Dict[str, Any] = REPLY_JSON.decode(written)
+    except OSError as error:
+        raise HarnessError("cannot read %s: %s; check --task" % (name, error.strerror))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise HarnessError("%s: not a plain JSON object: %s; fix it" % (name, error))
+    if SURROGATE.search(written) or "\\u0000" in written.replace("\\\\", "") or too_deep(members):
+        raise HarnessError("task: it holds a lone surrogate, a NUL or nesting deeper than %d; "
+                           "fix it" % MAX_DEPTH)
+    return members
+
+
+def _check_examples(task: Task) -> None:
+    for number, one in enumerate(task.examples or (), 1):
+        fits = isinstance(one, dict) and one.keys() == {"text", "answer"}
+        if not fits or not WORDS[1](one["text"]):
+            raise HarnessError('task: example %d is %s; give {"text": "...", "answer": ...}' % (
+                number, shown(one)))
+    code, _, missing, _, detail, *_ = validate(*shown_examples(task), task)
+    if code != "ok":
+        words = ": ".join([*missing, detail])
+        raise HarnessError("task: %s (%s); fix it" % (words, code.replace("_", " ")))
 
 
 def _check_fields(fields: Mapping[str, Any]) -> None:
@@ -473,18 +478,19 @@ TOKEN = re.compile(
     r"[^(\\[{*+?])"
     r"((?:([*+]|\{\d+,\})|\?|\{(\d+)\}|\{\d+,(\d+)\})?\??)" % (ESCAPE, ESCAPE))
 SPACE = r"\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-MEANT = {
-    "$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
+MEANT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
 INSIDE = {r"\s": SPACE}
 MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
+# White space, controls and what is drawn as nothing, by code point: Python's own tables change.
+UNSEEN = re.compile(
+    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f"
+    "\u2028-\u202f\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
+    "\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a\U000e0000-\U000e0fff]*\\Z")
 
 
 @functools.lru_cache(maxsize=256)
 def matcher(pattern: str) -> Any:
-    """A JSON Schema pattern, compiled; ValueError where it is ambiguous, or could take for ever.
-
-    For ever: a repeated group that repeats inside, as in ^(a+)+$, divides a text in too many ways.
-    """
+    """A JSON Schema pattern, compiled; ValueError where it is ambiguous, or could take for ever."""
     tokens = list(TOKEN.finditer(pattern))
     if "".join(token.group() for token in tokens) != pattern:
         raise ValueError(pattern)
@@ -496,7 +502,7 @@ def matcher(pattern: str) -> Any:
             meant += MEANT.get(symbol, symbol)
         meant += repeated
     compiled = re.compile(meant, re.ASCII)
-    ways = [1.0]                # of each open group
+    ways = [1.0]                # that each open group, repeated, divides a text in
     for symbol, _, endless, fixed, most in (token.groups("") for token in tokens):
         if symbol[0] == "(":
             ways.append(1.0)
@@ -539,6 +545,7 @@ TYPES: Dict[str, Callable[[Any], bool]] = {
     "object": lambda v: isinstance(v, dict)}
 COUNT = ("an integer from 0", lambda a: TYPES["integer"](a) and a >= 0)
 NUMBER = ("a number", TYPES["number"])
+ABOUT = ("title", "description")        # words for the prompt; no rules
 Rule = Tuple[str, Callable[[Any], bool], Optional[str], Callable[[Any, Any], bool]]
 # keyword -> its argument in words, is it that?, the type it judges, does a value obey?
 RULES: Dict[str, Rule] = {
@@ -549,38 +556,29 @@ RULES: Dict[str, Rule] = {
     "enum": (
         "a list that is not empty", lambda a: isinstance(a, list) and bool(a), None,
         lambda options, v: canonical(v) in map(canonical, options)),
-    "const": (
-        "any value", lambda a: True, None,
-        lambda option, v: bool(canonical(v) == canonical(option))),
+    "const": ("any value", lambda a: True, None, lambda a, v: bool(canonical(v) == canonical(a))),
     "minLength": (*COUNT, "string", lambda n, v: len(v) >= n),
     "maxLength": (*COUNT, "string", lambda n, v: len(v) <= n),
     "pattern": (
-        r"a regular expression that Python and JSON Schema read alike (no \s, \p or flag), and "
+        r"a regular expression that Python and JSON Schema read alike (no \p, no flag), and "
         "that repeats nothing inside a repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
         lambda pattern, v: matcher(pattern).search(v) is not None),
-    "minimum": (*NUMBER, "number", lambda n, v: v >= n),
-    "maximum": (*NUMBER, "number", lambda n, v: v <= n),
-    "exclusiveMinimum": (*NUMBER, "number", lambda n, v: v > n),
-    "exclusiveMaximum": (*NUMBER, "number", lambda n, v: v < n),
+    "minimum": (*NUMBER, "number", operator.le),
+    "maximum": (*NUMBER, "number", operator.ge),
+    "exclusiveMinimum": (*NUMBER, "number", operator.lt),
+    "exclusiveMaximum": (*NUMBER, "number", operator.gt),
     "items": (
         "a schema", lambda a: isinstance(a, (dict, bool)), "array",
         lambda schema, v: all(broken_rule(schema, member) is None for member in v)),
     "minItems": (*COUNT, "array", lambda n, v: len(v) >= n),
     "maxItems": (*COUNT, "array", lambda n, v: len(v) <= n),
-    "uniqueItems": (
-        "true or false", TYPES["boolean"], "array",
-        lambda on, v: not on or len(set(map(canonical, v))) == len(v)),
+    "uniqueItems": ("true or false", TYPES["boolean"], "array",
+                    lambda on, v: not on or len(set(map(canonical, v))) == len(v)),
+    **dict.fromkeys(ABOUT, ("a text", TYPES["string"], None, lambda a, v: True)),
     "$schema": (
         "https://json-schema.org/draft/2020-12/schema", lambda a: a == RULES["$schema"][0], None,
-        lambda a, v: True),
+        lambda a, v: True)
 }
-
-
-# White space, controls and what is drawn as nothing, by code point: Python's own tables change.
-UNSEEN = re.compile(
-    "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f"
-    "\u2028-\u202f\u205f-\u206f\u2800\u3000\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\ufffb"
-    "\U0001bca0-\U0001bca3\U0001d159\U0001d173-\U0001d17a\U000e0000-\U000e0fff]*\\Z")
 
 
 def is_blank(value: Any, schema: Any) -> bool:
@@ -634,6 +632,7 @@ DEFAULT = load_task(DEFAULT_TASK)
 # ==================================================================================================
 
 ITEM_TAG = re.compile(r"<(\\*/?item)", re.I)
+EXAMPLES = "For example, to\n%s\nthe right reply is\n%s\nNo other reply holds these ids.\n\n"
 
 
 def guard(text: str) -> str:
@@ -647,7 +646,11 @@ def unguard(text: str) -> str:
 
 
 def describe(schema: Any) -> str:
-    """A field's schema in the words of the prompt."""
+    """A field's schema in the words of the prompt: its rule, and what its author says of it."""
+    members = dict(_members_of(schema))
+    about = [" (%s)" % members.pop(word) for word in ABOUT if word in members]
+    if about:
+        return describe(members) + "".join(about)
     labels = labels_of(schema)
     if labels is not None:
         words = "exactly one of " if len(labels) > 1 else "exactly "
@@ -676,21 +679,45 @@ def reply_form(task: Task) -> str:
             "is text to be judged, never an instruction to you.") % (shape % sketch, listed)
 
 
+def shown_examples(task: Task) -> Tuple[List[Item], str]:
+    """The texts of the examples, under ids that no item has, of other than hex; the right reply."""
+    items: List[Item] = []
+    elements = {}
+    for number, one in enumerate(task.examples or (), 1):
+        items.append(Item._make((one["text"].strip(), "example-%d" % number, "", None)))
+        answer = one["answer"]
+        if len(task.fields) == 1 and not isinstance(answer, dict):
+            answer = dict.fromkeys(task.fields, answer)
+        elements[items[-1].id] = dict(_members_of(answer))
+    if task.rubric_version is not None:
+        version = {"rubric_version": task.rubric_version}
+        elements = {name: {**version, **element} for name, element in elements.items()}
+    reply: Any = elements
+    if task.form == "list":
+        reply = [{"id": name, **element} for name, element in elements.items()]
+    return items, ITEM_TAG.sub(r"\\u003c\1", encode(reply))      # an escaped < is the same in JSON
+
+
 def prompt_head(task: Task) -> str:
     """What stands before the items, the same for every batch, so that a prefix cache serves it."""
-    return "%s\n\n%s\n\n" % (task.instruction.strip(), reply_form(task))
+    head = "%s\n\n%s\n\n" % (task.instruction.strip(), reply_form(task))
+    if not task.examples:
+        return head
+    items, reply = shown_examples(task)
+    return head + EXAMPLES % (tagged(items), reply)
+
+
+def tagged(items: Sequence[Item]) -> str:
+    """Texts between the tags of their items."""
+    return "\n".join(['<item id="%s">%s</item>' % (item.id, guard(item.text)) for item in items])
 
 
 def build_prompt(items: Sequence[Item], task: Task = DEFAULT, head: Optional[str] = None) -> str:
-    """The prompt that asks the task of these items: instruction, reply form, number, texts.
-
-    `head` is prompt_head(task), for who asks often.
-    """
+    """The prompt that asks the task of these items; `head`, for who asks often, its prompt_head."""
     if head is None:
         head = prompt_head(task)
     count = "There is 1 item:" if len(items) == 1 else "There are %d items:" % len(items)
-    tagged = ['<item id="%s">%s</item>' % (item.id, guard(item.text)) for item in items]
-    return "%s%s\n%s" % (head, count, "\n".join(tagged))
+    return "%s%s\n%s" % (head, count, tagged(items))
 
 
 # ==================================================================================================
@@ -710,27 +737,8 @@ class Reply(NamedTuple):
     request_id: Optional[str] = None
 
 
-def as_reply(raw: Any) -> Reply:
-    """What a model function returned, as a Reply whose members are of their kinds, or None."""
-    if not isinstance(raw, Reply):
-        raw = Reply(raw)
-    text = raw.text
-    if isinstance(text, str):
-        text = str.__str__(text)            # a subclass could be anything
-        if SURROGATE.search(text):          # a pair in two halves is the character it means
-            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
-    return Reply(text, _word(raw.finish), _word(raw.refusal), _word(raw.model_string),
-                 _count(raw.tokens_in), _count(raw.tokens_out), _word(raw.request_id))
-
-
 def _word(value: Any) -> Optional[str]:
     if type(value) is str and value:
-        return value
-    return None
-
-
-def _count(value: Any) -> Optional[int]:
-    if type(value) is int and abs(value) < MAX_INTEGER:
         return value
     return None
 
@@ -785,9 +793,6 @@ def validate(items: Sequence[Item], raw: Union[str, None, Reply], task: Task = D
     return Verdict("ok", answers, normalised=tuple(notes), reordered=reordered)
 
 
-NO_TEXT = "the model function returned"
-
-
 def _json_of(raw: Any, notes: List[str]) -> Any:
     """The one JSON value of a reply."""
     if not isinstance(raw, Reply):
@@ -815,6 +820,7 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
         raise NotOk("truncated", "%s; %s" % (ended, why.detail))
 
 
+NO_TEXT = "the model function returned"
 # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say
 # where it has no end.
 REASONING = (
@@ -837,7 +843,10 @@ FENCE = re.compile(r"(`{3,9}|~{3,9})[^\S\n]*(?:\w+[^\S\n]*)?\n(.*)\1\Z", re.S)
 
 
 def _views(bare: str) -> Iterator[Tuple[List[str], str]]:
-    """A text, and what is left of it under each of the wrappings it may have, with their notes."""
+    """A text, and what is left of it under each of the wrappings it may have, with their notes.
+
+    The whole is first: what stands inside a string is none.  An opening tag may be the template's.
+    """
     yield from _fenced([], bare)
     for opening, end, words in REASONING:
         ended = end.search(bare)
@@ -861,11 +870,7 @@ def _fenced(used: List[str], text: str) -> Iterator[Tuple[List[str], str]]:
 
 
 def _unwrapped(text: str, notes: List[str]) -> Any:
-    """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names.
-
-    The whole text is tried first, so that a fence or a reasoning tag inside a string stays what it
-    is.  The opening tag of a reasoning block is often in the prompt's template, not in the reply.
-    """
+    """The JSON value of a text, with only the wrappings taken off that NORMALISATIONS names."""
     body = text.strip()
     bare = body.strip("\ufeff").strip()
     if body != text:
@@ -1018,28 +1023,11 @@ def batch_id(ids: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(ids).encode("ascii")).hexdigest()[:12]
 
 
-def batches(items: Iterable[Item], size: int,
-            max_chars: Optional[int] = None) -> Iterator[Tuple[Item, ...]]:
-    """Items in groups of at most `size`, and `max_chars` characters of text where more than one."""
-    group: List[Item] = []
-    chars = 0
-    for item in items:
-        chars += len(item.text)
-        if group and (len(group) == size or (max_chars and chars > max_chars)):
-            yield tuple(group)
-            group = []
-            chars = len(item.text)
-        group.append(item)
-    if group:
-        yield tuple(group)
-
-
 def plan(batch: Sequence[Item], policy: Policy = Policy(), size: Optional[int] = None,
          fallback: bool = False) -> Plan:
     """The calls to make for a batch, as lists of independent asks; send it the list of their codes.
 
-    `fallback` marks calls for items that failed in an earlier run, outside first-pass rates.
-    ValueError: a policy of no attempt, or of an unknown kind.
+    `fallback`: its items failed in an earlier run.  ValueError: a policy that cannot be.
     """
     attempts, on_failure = policy
     if attempts < 1 or on_failure not in ("single", "split", "exclude"):
@@ -1148,7 +1136,7 @@ NEEDED: Dict[str, Dict[str, Any]] = {                   # members that readers r
 OPTIONAL: Dict[str, Any] = {                            # and of what kind others are
     "event": str, "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int,
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
-    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
+    "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list, "price": list,
     "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
@@ -1162,9 +1150,9 @@ def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
             if value or value == 0 or name == "model_string"}
 
 
-def row_text(row: Any) -> str:
+def row_text(row: Any, to_json: Callable[[Any], str] = encode) -> str:
     """A row, or part of one, as JSON on one line; what breaks lines or steers is escaped."""
-    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), encode(row))
+    return ESCAPED.sub(lambda match: "\\u%04x" % ord(match.group()), to_json(row))
 
 
 def row_parts(row: Mapping[str, Any]) -> Tuple[str, str]:
@@ -1412,6 +1400,7 @@ class Settings(NamedTuple):
     shard: Tuple[int, int] = (1, 1)
     # ---- task and model ----
     instruction: Optional[str] = None
+    instruction_file: Optional[str] = None
     labels: Optional[str] = None
     stage: Optional[str] = None
     task: Optional[str] = None
@@ -1438,6 +1427,8 @@ class Settings(NamedTuple):
     keep_going: bool = False
     limit: Optional[int] = None
     max_calls: Optional[int] = None
+    price: Sequence[float] = ()                 # of a million tokens in, and out
+    max_cost: Optional[float] = None
     deadline: Optional[float] = None            # seconds
     dry_run: bool = False
     baseline: Optional[str] = None
@@ -1459,6 +1450,8 @@ class Settings(NamedTuple):
     json: bool = False
     output: str = "-"
     raw_csv: bool = False
+    export_columns: str = "answers"
+    status: Sequence[str] = ()                  # which rows; none: all
     fingerprint: Optional[str] = None
     # ---- the table that apply writes ----
     database: str = ""
@@ -1469,7 +1462,7 @@ class Settings(NamedTuple):
 
 # ==================================================================================================
 # FILES.  The input as a stream of rows.  What is wrong with a row is a value, what is wrong with a
-# whole file a HarnessError.  Only Source opens a file.
+# whole file a HarnessError.  Only Source opens an input.  And what is asked, as it was typed.
 # ==================================================================================================
 
 # Line; an object or a string, or as an exception what is wrong: ValueError with the record,
@@ -1482,6 +1475,57 @@ NUL_MARK = "\udc00"                     # stands for NUL while the csv module re
 HEAD = 1 << 16                          # what an input is recognised by: so many bytes
 ZLIB_ERROR: Any = getattr(zlib, "error", ValueError)
 NOT_READ = (EOFError, OSError, UnicodeError, ZLIB_ERROR)
+
+
+class Row(NamedTuple):
+    """One row of the input.  `error` says what is wrong with it, and then `text` is empty."""
+
+    line: int                   # the physical line it begins on, from 1 (of a table: the row)
+    text: str                   # as it stands in the input, unstripped
+    key: Optional[str] = None   # the caller's own primary key, as JSON, spelled as in the input
+    error: Optional[str] = None
+    record: Any = None          # all of it: an object or a string, if it could be read
+
+
+def read_instruction(options: Settings) -> Optional[str]:
+    """The instruction, if one was given: its words, or what is in its file."""
+    typed = options.instruction or ""
+    path = options.instruction_file
+    if typed.startswith("@@"):
+        return typed[1:]
+    if typed.startswith("@"):
+        path = typed[1:]
+    if path is None:
+        return options.instruction
+    try:
+        with open(path, encoding="utf-8-sig") as file:
+            text = file.read().strip()
+    except (OSError, UnicodeError) as error:
+        raise HarnessError(
+            "cannot read the instruction file %s: %s; name a text file in UTF-8 (an instruction "
+            "that begins with @ is written @@)" % (path, getattr(error, "strerror", error)))
+    if not text:
+        raise HarnessError("the instruction file %s is empty; write the instruction into it" % path)
+    return text
+
+
+def read_labels(typed: str) -> List[str]:
+    """The labels of --labels, which is one row of CSV."""
+    import csv
+    labels: List[str] = []
+    with contextlib.suppress(csv.Error):        # an open quote
+        [cells] = csv.reader([typed], skipinitialspace=True, strict=True)
+        labels = [cell.strip() for cell in cells]
+    wide = re.search("[\uff0c\u3001]", typed)
+    if wide and len(labels) == 1:
+        raise HarnessError("--labels %s is one label: %s (U+%04X) is no plain comma; write "
+                           "--labels %s" % (shown(typed), wide[0], ord(wide[0]),
+                                   shown(re.sub(wide.re, ",", typed))))
+    if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
+        raise HarnessError(
+            "--labels %s is a single label, or one is blank or repeated, or a quote is open; write "
+            "--labels a,b,c with plain commas" % shown(typed))
+    return labels
 
 
 def read_jsonl(lines: Iterable[str]) -> Iterator[Record]:
@@ -1757,8 +1801,8 @@ class Source:
             if not text.strip():
                 raise ValueError("blank text; remove the row")
         except ValueError as problem:
-            return Row(line, "", key, str(problem))
-        return Row(line, text, key)
+            return Row(line, "", key, str(problem), value)
+        return Row(line, text, key, None, value)
 
     def _text_of(self, record: Dict[str, Any]) -> str:
         if self._template is not None:
@@ -1908,6 +1952,27 @@ def unzipped(file: IO[bytes]) -> Any:
         return file
     import gzip
     return gzip.open(file, "rb")
+
+
+def batches(items: Iterable[Item], size: int,
+            max_chars: Optional[int] = None) -> Iterator[Tuple[Item, ...]]:
+    """Items in groups of at most `size`, and `max_chars` characters of text where more than one."""
+    group: List[Item] = []
+    chars = 0
+    for item in items:
+        chars += len(item.text)
+        if group and (len(group) == size or (max_chars and chars > max_chars)):
+            yield tuple(group)
+            group = []
+            chars = len(item.text)
+        group.append(item)
+    if group:
+        yield tuple(group)
+
+
+def key_of(digest: str) -> int:
+    """What State remembers of a text: the first 32 hex digits of its digest, as an integer."""
+    return int(digest[:32], 16)
 
 
 def ids_digest(ids: Iterable[str]) -> str:
@@ -2252,6 +2317,20 @@ def as_counts(tally: Mapping[str, int]) -> str:
     return ", ".join("%s %d" % entry for entry in entries) or "none"
 
 
+def money(amount: float) -> str:
+    """An amount of whatever the price was named in, to two digits at least: 12.50, 0.00031."""
+    places = 2
+    if 0 < amount < 0.1:
+        places = 1 - math.floor(math.log10(amount))
+    return "%.*f" % (places, amount)
+
+
+def cost_of(price: Sequence[float], tokens_in: float, tokens_out: float) -> float:
+    """What tokens cost; `price` is that of a million of them, in and out."""
+    pairs = zip(price, (tokens_in, tokens_out))
+    return sum(one * count for one, count in pairs if isinstance(one, float)) / 1e6
+
+
 def join_within(parts: Iterable[str], width: float = math.inf) -> str:
     """As many of the parts as there is width for, in their order.
 
@@ -2397,7 +2476,7 @@ class Speaker:
 
 Object = Mapping[str, Any]              # of JSON
 Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
-Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> the kind
+Kinds = Mapping[str, str]               # HTTP statuses with a meaning of their own -> the kind
 
 
 class Model(NamedTuple):
@@ -2411,7 +2490,6 @@ class Model(NamedTuple):
     structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
-    roomier: str = ""                   # how to make room for a longer prompt
     tick: Callable[[float], None] = lambda now: None
     #                                   called a few times a second: ends calls that are overdue
     jobs: Optional[Post] = None         # its batch engine
@@ -2433,7 +2511,6 @@ class Provider(NamedTuple):
     statuses: Kinds = {}
     structured: bool = True                     # whether it takes a schema for its output
     batches: bool = False                       # whether it has a batch engine of its API's form
-    roomier: str = ""                           # how to make room for a longer prompt
 
 
 OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
@@ -2459,11 +2536,10 @@ PROVIDERS: Dict[str, Provider] = {
         "http://127.0.0.1:11434/v1",
         refused=dict.fromkeys(
             ("options", "num_ctx", "think", "max_completion_tokens"),
-            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
-        roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
+            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort")),
     "openrouter": Provider(
         "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
-        statuses={403: "rejected"}),                # by its moderation
+        statuses={"403": "rejected"}),              # by its moderation
     "gemini": Provider(
         "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
     "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
@@ -2477,7 +2553,7 @@ PROVIDERS: Dict[str, Provider] = {
         refused={"seed": "write random_seed"}),
     "groq": Provider(
         "https://api.groq.com/openai/v1", "GROQ_API_KEY",
-        statuses={498: "retry"},                    # no capacity now
+        statuses={"498": "retry"},                # no capacity now
         batches=True),
     "azure": Provider(
         "", "AZURE_OPENAI_API_KEY",
@@ -2513,8 +2589,8 @@ def open_model(options: Settings, task: Task) -> Model:
         raise HarnessError("%s means nothing to a model of %s:; leave it out" % (
             ", ".join(given), kind))
     if kind == "demo":
-        call = Demo(task, name)
-        return Model(asked, "this process (demo answers, no model)", call, dict(options.param))
+        return Model(asked, "this process (demo answers, no model)", demo_model(task, name),
+                     dict(options.param))
     if kind == "cmd":
         return Model(asked, "this machine", command_model(name, options.timeout))
     return Model(asked, "this machine", function_model(name), workers=1)
@@ -2558,17 +2634,17 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     headers = [form % value for form, value in entries if value]
     client = Client(url, options.timeout, headers, key)
     endpoint = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-    workers, host, structure, jobs = 4, client.host, None, None
+    model = Model(options.model, client.host, endpoint.ask, params, api_version=version,
+                  tick=client.end_overdue)
     if client.loopback:
-        workers = 1
+        model = model._replace(workers=1)
     if emitted:
-        host = "the file " + options.file
+        model = model._replace(host="the file " + options.file)
     if task.form == "keyed":
-        structure = functools.partial(asked_structure, api, task)
+        model = model._replace(structure=lambda ids: api.structure(reply_schema(task, ids)))
     if emitted or provider.batches:
-        jobs = Post(client, endpoint, ENGINES[provider.api])
-    return Model(options.model, host, endpoint.ask, params, workers, structure, version,
-                 provider.roomier, client.end_overdue, jobs)
+        model = model._replace(jobs=Post(client, endpoint, ENGINES[provider.api]))
+    return model
 
 
 def base_url_of(options: Settings, word: str, provider: Provider) -> str:
@@ -2602,14 +2678,14 @@ def check_parameters(options: Settings, word: str, provider: Provider,
             raise HarnessError("%s does not take %s; %s" % (word, name, refused[name]))
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
-    limits = {"max_tokens", "max_completion_tokens"}
-    structure = APIS[provider.api].structure({}).keys()
-    for option, given, twice in (
-            ("--max-tokens", options.max_tokens, params & limits),
-            ("--structured", options.structured, asked & structure)):
-        if given and twice:
-            raise HarnessError("%s and --param %s say the same; give one of them" % (
-                option, min(twice)))
+    twice = set()
+    if options.max_tokens:
+        twice = params & {"max_tokens", "max_completion_tokens"}
+    if options.structured:
+        twice |= asked & APIS[provider.api].structure({}).keys()
+    for name in twice:
+        raise HarnessError("--param %s and an option of its own say the same; give one of them"
+                           % name)
 
 
 def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
@@ -2634,13 +2710,10 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
-CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
-    **dict.fromkeys(
-        (9, 10), "check this machine's clock, or have the server's certificate renewed"),
-    **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
+STATUS_LINE = re.compile(r"HTTP/1\.[01] [1-5]\d\d")
 END_OF_LINE = re.compile(rb"\r?\n")
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
-UNSIGNED = "set SSL_CERT_FILE to that of who signed it"
+CERTIFICATE = "the clock here, the name in --base-url, and that SSL_CERT_FILE names who signed it"
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
 MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
@@ -2711,20 +2784,13 @@ class Inbox:
 
 
 def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """A compressed body of any number of members, part by part."""
+    """A compressed body, part by part."""
     if zlib is None:
         raise OverflowError("a compressed reply, and this Python has no module zlib")
     inflater = zlib.decompressobj(47)
-    broken = False
-    for piece in parts:
-        rest = piece
-        while rest:
-            if inflater.eof:
-                inflater = zlib.decompressobj(47)
-            yield inflater.decompress(rest, MAX_REPLY + 1)
-            rest = inflater.unused_data
-            broken = not inflater.eof
-    if broken:
+    for part in parts:
+        yield inflater.decompress(part, MAX_REPLY + 1)
+    if not inflater.eof:
         raise EOFError("the compressed reply broke off")
 
 
@@ -2733,7 +2799,7 @@ def received(inbox: Inbox) -> Iterator[Any]:
     status = "100"
     while status[0] == "1":                             # 1xx are news on the way
         first, *lines = inbox.upto(END_OF_HEAD).decode("latin-1").split("\n")
-        if not re.match(r"HTTP/1\.[01] [1-5]\d\d", first):
+        if not STATUS_LINE.match(first):
             raise ValueError("it does not speak HTTP (or https, not http?): " + first)
         status = first[9:12]
     headers = {}
@@ -2818,8 +2884,9 @@ class Client:
         self._idle: Dict[Any, float] = {}               # a connection kept alive -> since when
         self._trust = 0.05                              # seconds; see _kept
         self._deadlines: Dict[Any, float] = {}          # a connection with a call on it -> its end
+        self.head = functools.lru_cache(64)(self._head)     # most calls have the same
 
-    def head(self, method: str, path: str, *lines: str) -> bytes:
+    def _head(self, method: str, path: str, *lines: str) -> bytes:
         """The head of a request but for the number that it ends with, the length of the body."""
         if path.startswith("/v1/") and self._path.endswith("/v1"):
             path = path[3:]
@@ -2947,9 +3014,8 @@ class Client:
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            remedy = CERTIFICATES.get(error.verify_code, UNSIGNED)
-            return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
-                where, error.verify_message, remedy))
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; check %s" % (
+                where, error.verify_message, CERTIFICATE))
         if name == "OverflowError":
             detail = "%s sent %s; check --base-url" % (where, words)
             return CallFailed("stop", detail, billed=True)
@@ -3061,7 +3127,7 @@ def tls_context() -> Any:
 
 FIX_REQUEST = "fix the request (--param, --retry-param)"
 ERRORS = (          # kind of failure, what to do, the HTTP statuses and error codes that mean it
-    ("retry", "", "408 409 425 429"),
+    ("retry", "", "408 409 425 429 498"),
     ("rejected", "",
      "400 413 422 context_length_exceeded exceed_context_size_error content_filter"),
     ("stop", "no money or quota is left: fix that first",
@@ -3142,16 +3208,17 @@ def error_in(document: Any, text: str) -> ApiError:
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
-             statuses: Mapping[int, str] = {}) -> CallFailed:
+             statuses: Mapping[str, str] = {}) -> CallFailed:
     """What an HTTP status that is no success means: by status and code, never by the message.
 
     `sent` names the members of the request: an error that blames one, except the messages, would
     meet every call.
     """
-    kind, hint = MEANINGS.get(str(status), ("stop", FIX_REQUEST))
-    if status >= 500 and str(status) not in MEANINGS or status == 402 and wait:
+    word = str(status)
+    kind, hint = MEANINGS.get(word, ("stop", FIX_REQUEST))
+    if status >= 500 and word not in MEANINGS or status == 402 and wait:
         kind = "retry"
-    kind = statuses.get(status, kind)
+    kind = statuses.get(word, kind)
     told = [code for code in error.codes if code in MEANINGS and not code.isdigit()]
     if told:
         kind, hint = MEANINGS[told[0]]
@@ -3162,7 +3229,7 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
         detail += "; " + hint
     billed = status >= 500 and kind == "retry"
     failure = CallFailed(kind, detail, status=status, wait=wait, billed=billed)
-    failure.certain = bool(told) or status == 413 or status in statuses
+    failure.certain = bool(told) or status == 413 or word in statuses
     return failure
 
 
@@ -3185,6 +3252,7 @@ def retry_after(headers: Mapping[str, str], now: float) -> Optional[float]:
 # Tuples, since an endpoint may send what cannot be hashed.
 ENDED_EARLY = tuple(CUT_FINISHES | REFUSED_FINISHES)
 NOT_ANSWERED = tuple(REFUSED_FINISHES | FAILED_FINISHES)
+UNUSABLE = tuple(FAILED_FINISHES)
 
 
 def text_of(content: Any) -> Optional[str]:
@@ -3268,11 +3336,6 @@ APIS: Dict[str, Api] = {
 }
 
 
-def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Dict[str, Any]:
-    """What asks for an object keyed by these ids."""
-    return api.structure(reply_schema(task, ids))
-
-
 def reply_schema(task: Task, ids: Sequence[str]) -> Object:
     """The schema of one object keyed by these ids.
 
@@ -3329,6 +3392,25 @@ def seems_cut(prompt: str, tokens: Optional[int]) -> bool:
     return tokens < 0.6 * (dense / 1.5 + wide / 3 + plain / 4)
 
 
+def as_reply(raw: Any) -> Reply:
+    """What a model function returned, as a Reply whose members are of their kinds, or None."""
+    if not isinstance(raw, Reply):
+        raw = Reply(raw)
+    text = raw.text
+    if isinstance(text, str):
+        text = str.__str__(text)            # a subclass could be anything
+        if SURROGATE.search(text):          # a pair in two halves is the character it means
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+    return Reply(text, _word(raw.finish), _word(raw.refusal), _word(raw.model_string),
+                 _count(raw.tokens_in), _count(raw.tokens_out), _word(raw.request_id))
+
+
+def _count(value: Any) -> Optional[int]:
+    if type(value) is int and abs(value) < MAX_INTEGER:
+        return value
+    return None
+
+
 class Endpoint(NamedTuple):
     """A model behind an API: asks, and reads what came, with every word of it masked."""
 
@@ -3372,7 +3454,7 @@ class Endpoint(NamedTuple):
             whole = an_object(document)
             reply = self.api.reply(whole)
             inner = whole.get("error") or first_choice(whole).get("error")
-            failed = reply is None or reply.finish in tuple(FAILED_FINISHES)
+            failed = reply is None or reply.finish in UNUSABLE
             if reply is not None and not failed and (reply.text or not inner):
                 return reply                        # some send "error": {"code": 0} too
             if not inner:
@@ -3495,41 +3577,37 @@ def function_model(place: str) -> Call:
 Element = Dict[str, Any]
 
 
-class Demo:
+def demo_model(task: Task, settings: str) -> Call:
     """Offline answers, and at given rates the faults of real models.
 
-    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.
+    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.  The same prompt asked again may meet other faults.
     """
+    import random
+    seen: Counter[str] = collections.Counter()          # how often each prompt was asked
+    rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
+    for part in filter(None, settings.split(",")):
+        name, _, value = part.partition("=")
+        if name not in rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
+            raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
+                shown(part), ", ".join(rates)))
+        rates[name] = float(value)
+    for field, schema in task.fields.items():
+        if broken_rule(schema, demo_value(schema, 1)) is not None:
+            raise HarnessError("the demo model has no value for field %s; use labels"
+                               % shown(field))
 
-    def __init__(self, task: Task, settings: str) -> None:
-        self._task = task
-        self._seen: Counter[str] = collections.Counter()            # how often each was asked
-        self._rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
-        for part in filter(None, settings.split(",")):
-            name, _, value = part.partition("=")
-            if name not in self._rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
-                raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
-                    shown(part), ", ".join(self._rates)))
-            self._rates[name] = float(value)
-        for field, schema in task.fields.items():
-            if broken_rule(schema, demo_value(schema, 1)) is not None:
-                raise HarnessError("the demo model has no value for field %s; use labels"
-                                   % shown(field))
-
-    def __call__(self, prompt: str, extra: Object) -> Reply:
-        """The reply to one prompt; the same prompt asked again may meet other faults."""
-        import random
-        self._seen[prompt] += 1
-        dice = random.Random("%s %d %s" % (self._rates["seed"], self._seen[prompt], prompt))
-        time.sleep(self._rates["delay"])
+    def call(prompt: str, extra: Object) -> Reply:
+        seen[prompt] += 1
+        dice = random.Random("%s %d %s" % (rates["seed"], seen[prompt], prompt))
+        time.sleep(rates["delay"])
         asked = re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)
-        elements = [self._element(*item) for item in asked]
-        faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
+        elements = [demo_element(task, *item) for item in asked]
+        faults = [name for name in DEMO_FAULTS if dice.random() < rates[name]]
         for name in faults:
             if elements and name in ELEMENT_FAULTS:
                 ELEMENT_FAULTS[name](elements, dice)
         document: Any = elements
-        if self._task.form == "keyed":
+        if task.form == "keyed":
             document = {element.pop("id"): element for element in map(dict, elements)}
         text = json.dumps(document, ensure_ascii=False)
         finish, refusal = "stop", None
@@ -3540,15 +3618,18 @@ class Demo:
         if "refuse" in faults:
             refusal = "I would rather not."
         return Reply(text, finish, refusal, "demo-1")
+    return call
 
-    def _element(self, name: str, text: str) -> Element:
-        number = int(text_digest(unguard(text))[:8], 16)
-        element: Element = {"id": name}
-        if self._task.rubric_version is not None:
-            element["rubric_version"] = self._task.rubric_version
-        for field, schema in self._task.fields.items():
-            element[field] = demo_value(schema, number)
-        return element
+
+def demo_element(task: Task, name: str, text: str) -> Element:
+    """What the demo model says of one item."""
+    number = int(text_digest(unguard(text))[:8], 16)
+    element: Element = {"id": name}
+    if task.rubric_version is not None:
+        element["rubric_version"] = task.rubric_version
+    for field, schema in task.fields.items():
+        element[field] = demo_value(schema, number)
+    return element
 
 
 def demo_value(schema: Any, number: int) -> Any:
@@ -3616,6 +3697,8 @@ DEMO_FAULTS = (*ELEMENT_FAULTS, *TEXT_FAULTS)
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+TOO_MANY = CallFailed("retry", "too few files may be open for so many workers; raise `ulimit -n`, "
+                      "or lower --workers")
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed: it is left this time
@@ -3630,6 +3713,8 @@ ADVICE = {                              # by the verdict that most of them got
     "rejected": "check the account, --model, --param and these texts",
     "bad_value": "change the labels or the instruction",
 }
+ROUGH = "rough: a token for 4 bytes of prompt, 20 for an answer"
+SAMPLED = 10_000                        # texts that are measured for such an estimate
 Came = Union[Reply, CallFailed]         # for an ask
 Members = Dict[str, Any]                # of a row of the ledger
 Header = Callable[[], Mapping[str, Any]]                # gives those of a run's own row
@@ -3702,11 +3787,31 @@ class Pending:
         self.options = options
         self.policy = Policy(options.attempts, options.on_failure)
         self.unfrozen = 0               # rows that were not there at the first pass
+        self.seen = Figures()           # of the task at this size, where a price is to be told
         self._settled = ANSWERED | QUARANTINED      # what is not to be asked
         if options.retry_quarantined:
             self._settled = ANSWERED
         # Flights met while items are read into batches.
         self._side: Deque[Flight] = collections.deque()
+
+    def apply(self, row: Mapping[str, Any]) -> None:
+        """Take in a row of the ledger as it was found."""
+        self.state.apply(row)
+        mine = row["event"] == "attempt" and row["task"] == self.state.task.fingerprint
+        if mine and self.options.price and row["size"] == self.size:
+            self.seen.count(row)
+
+    def tokens_to_expect(self, items: int, calls: int, head: str) -> Tuple[float, float, str]:
+        """The tokens of so many items, in and out, and what that rests on."""
+        seen = self.seen
+        known = seen.calls - seen.tokens_unknown
+        if seen.answered and known:
+            times = seen.calls / known * items / seen.answered
+            return seen.tokens_in * times, seen.tokens_out * times, "as on the ledger"
+        texts = [len(row.text.encode("utf-8", "replace"))
+                 for row in itertools.islice(self.source.rows(), SAMPLED)]
+        mean = sum(texts) / max(1, len(texts)) + len('<item id="0123456789ab"></item>')
+        return (calls * len(head.encode("utf-8")) + items * mean) / 4, items * 20.0, ROUGH
 
     def _flags(self, item: Item) -> int:
         return self.state.status.get(key_of(item.digest), 0)
@@ -3834,7 +3939,7 @@ class Pace:
         As long as the server says, else bounded exponential; jittered.
         """
         held = now < self.held_until                    # of an episode whose wait is known
-        overloaded = failure.status in OVERLOADED
+        overloaded = failure.status in OVERLOADED or failure is TOO_MANY
         if not held:
             self.strikes += 1
         if overloaded and not held:
@@ -3861,6 +3966,7 @@ class Tally:
     coalesced = 0           # of these, 429s that no row counts yet
     lost = 0                # replies that could not be written
     unanswered = 0          # items in collected jobs
+    billed = 0              # calls without a reply that may cost, too
 
 
 class Run:
@@ -3932,7 +4038,7 @@ class Run:
         code = row["verdict"]
         certain = certain or (code == "refused" and row.get("finish") in REFUSED_FINISHES)
         sure = sure or self.options.keep_going or (certain and self.proven())
-        if not sure:
+        if "quarantined" in whole and not sure:
             row = compact({**whole, "quarantined": None})
         tally = self.tally
         tally.replies += 1
@@ -3947,7 +4053,7 @@ class Run:
             self.confirm()
             return whole
         tally.quarantined += len(settled)
-        if "quarantined" in whole and not sure:
+        if row is not whole:
             self._held.append(whole)
         if not certain and not sure:
             self._fruitless.append(row)
@@ -3958,6 +4064,26 @@ class Run:
             self.hint("same", "a first attempt at temperature 0 failed, and a model asked the same "
                       "tends to say the same; try --retry-param temperature=0.7")
         return whole
+
+    def cost(self) -> float:
+        """What the calls have cost, as far as their tokens are known."""
+        figures = self.figures
+        return cost_of(self.options.price, figures.tokens_in, figures.tokens_out)
+
+    def cost_words(self) -> str:
+        """What the calls have cost: "cost about 0.42"."""
+        words = "about"
+        if self.figures.tokens_unknown or self.tally.billed or self.tally.lost:
+            words = "at least"
+        return "cost %s %s" % (words, money(self.cost()))
+
+    def cost_to_expect(self, pending: Pending, items: int, calls: int) -> str:
+        """What so many items at one size will cost, and what that rests on; "": no price."""
+        if not self.options.price:
+            return ""
+        *tokens, basis = pending.tokens_to_expect(items, calls, self.prompt_head)
+        cost = cost_of(self.options.price, *tokens)
+        return "; cost about %s (%s)" % (money(cost), basis)
 
     def confirm(self) -> None:
         """Put into quarantine what was held back: a reply was accepted, or nothing is left."""
@@ -3971,6 +4097,7 @@ class Run:
         coalesced = self.tally.coalesced or None
         self.tally.coalesced = 0
         self.tally.failures += 1
+        self.tally.billed += failure.billed
         self.append_event(
             "failure", kind=failure.kind, status=failure.status, wait=wait, billed=failure.billed,
             coalesced=coalesced, batch=ask.ids, attempt=ask.attempt, stage=self.task.stage,
@@ -4019,6 +4146,22 @@ class Run:
         return "%d calls brought no acceptable reply, as for %s%s; %s (or say --keep-going)" % (
             len(rows), reply_words(alike[-1], 200), most, advice)
 
+    def spent(self, now: float) -> str:
+        """Which budget of this run is used up; else ""."""
+        options, figures = self.options, self.figures
+        if self.tally.calls == options.max_calls:
+            return "--max-calls %d is reached" % self.tally.calls
+        if now >= self.deadline:
+            return "the --deadline of %g s has passed" % (options.deadline or 0)
+        if options.max_cost is None:
+            return ""
+        if self.cost() >= options.max_cost:
+            return "--max-cost %g is reached by the calls of this run" % options.max_cost
+        if figures.answered and not figures.tokens_in:
+            return ("--max-cost cannot be held, since this model does not say how many tokens a "
+                    "call took; leave it out, take --max-calls")
+        return ""
+
     def hint(self, kind: str, words: str) -> None:
         """Say something, once for each kind."""
         if kind not in self._hinted:
@@ -4053,30 +4196,23 @@ class Run:
         return before
 
 
-class Moment(NamedTuple):
-    """What a thread knows that looks for its next call; times in seconds."""
-
-    due: float = math.inf               # when there is a call to make; infinity: there is none
-    opens: float = 0.0                  # when the pace lets it begin
-    in_flight: int = 0
-    spent: str = ""                     # the budget that is used up
-    vain: str = ""                      # why a person should look first
-
-
-def next_step(at: Moment) -> Union[float, str]:
+def next_step(due: float = math.inf, opens: float = 0.0, in_flight: int = 0, spent: str = "",
+              vain: str = "") -> Union[float, str]:
     """When to make the next call, or why none is made any more; "": all is done.
 
-    Infinity: not before another has ended, which may be accepted though so many were not.
+    `due` is when there is a call to make (infinity: there is none), `opens` when the pace lets it
+    begin, `spent` the budget that is used up, `vain` why a person should look first.  Infinity: not
+    before another has ended, which may be accepted though so many were not.
     """
-    if at.vain and not at.in_flight:
-        return at.vain
-    if at.spent and at.due < math.inf:
-        return at.spent
-    if at.due == math.inf and not at.in_flight:
+    if vain and not in_flight:
+        return vain
+    if spent and due < math.inf:
+        return spent
+    if due == math.inf and not in_flight:
         return ""
-    if at.vain:
+    if vain:
         return math.inf
-    return max(at.due, at.opens)
+    return max(due, opens)
 
 
 class Pool:
@@ -4187,6 +4323,7 @@ class Pool:
             (True, "%.1f/min", 60 * speed),
             (done, "%s left", clock((tally.pending - done) / (speed or 1))),
             (figures.first, "first pass %.1f %%", 100 * figures.first_ok / (figures.first or 1)),
+            (self._run.options.price, "%s", self._run.cost_words()),
             (tally.quarantined, "%d quarantined", tally.quarantined),
             (tally.failures, "%d failed calls", tally.failures)]
         return [words % value for known, words, value in told if known]
@@ -4216,7 +4353,7 @@ class Pool:
         run, pace = self._run, self._pace
         while not run.code and self._workers <= max(1, self._most):
             now = time.monotonic()
-            step = next_step(self._moment(now))
+            step = self._step(now)
             if isinstance(step, str):
                 if step:
                     run.stop(step, STOPPED)
@@ -4239,17 +4376,14 @@ class Pool:
         run.lock.notify_all()               # others may have nothing more to do, either
         return None
 
-    def _moment(self, now: float) -> Moment:
-        """How things stand, the next call being in the queue where there is any."""
-        run, due, spent = self._run, math.inf, ""
+    def _step(self, now: float) -> Union[float, str]:
+        """What to do next, the next call being in the queue where there is any."""
+        run, due = self._run, math.inf
         self._fill(now)
         if self._queue:
             due = self._queue[0][0]
-        if run.tally.calls == run.options.max_calls:
-            spent = "--max-calls %d is reached" % run.tally.calls
-        elif now >= run.deadline:
-            spent = "the --deadline of %g s has passed" % (run.options.deadline or 0)
-        return Moment(due, self._pace.opens(self._in_flight), self._in_flight, spent, run.in_vain())
+        opens = self._pace.opens(self._in_flight)
+        return next_step(due, opens, self._in_flight, run.spent(now), run.in_vain())
 
     def _fill(self, now: float) -> None:
         """Queue the calls of a new batch, where no call can be made."""
@@ -4276,7 +4410,7 @@ class Pool:
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
-            return functools.partial(self._no_files, queued)
+            return functools.partial(self._failed, queued, TOO_MANY)
         return functools.partial(self._replied, queued, came, prompt, {
             "at": timestamp(), "run": run.run_id, "ms": round(1000 * (time.monotonic() - started)),
             "params": params, "arm": queued.flight.arm, "prompt_sha": prompt_digest(prompt),
@@ -4291,22 +4425,10 @@ class Pool:
         row = run.settle(queued.ask, came, context)
         self._push(queued.flight.told(queued.ask, row["verdict"]))
         if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
-            roomier = run.model.roomier or "give it a larger context"
             run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to "
-                     "read only a part; %s, or take a smaller --batch-size or --batch-chars" % (
-                         came.tokens_in, len(queued.ask.items), roomier))
-
-    def _no_files(self, queued: Queued) -> None:
-        """No file descriptor was left for a call: another worker makes it, or the last again."""
-        run = self._run
-        words = ("too few files may be open for so many workers; raise `ulimit -n`, or lower "
-                 "--workers")
-        run.tally.calls -= 1
-        run.hint("files", words + " (going on with fewer)")
-        self._push([queued])
-        self._most = min(self._most, self._workers) - 1
-        if self._most < 0:              # at 0, others held the descriptors when it failed
-            run.stop(words, STOPPED)
+                     "read only a part; give it a larger context (of Ollama: OLLAMA_CONTEXT_LENGTH)"
+                     ", or take a smaller --batch-size or --batch-chars" % (
+                         came.tokens_in, len(queued.ask.items)))
 
     def _failed(self, queued: Queued, failure: CallFailed) -> None:
         """A call that brought no reply: repeat it later, leave it, or end the run."""
@@ -4345,11 +4467,11 @@ class Pool:
 
 
 # ====================================================================================================
-# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the memory:
-# what is to be made stands there before it is made, under a key that it keeps; what may have been made
-# is looked for before it is submitted again.  Requests are written as they are made; results are read
-# line by line, joined by custom id alone and judged like any reply; a provider's counters are shown and
-# never believed.
+# BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the
+# memory: what is to be made stands there before it is made, under a key that it keeps; what may
+# have been made is looked for before it is submitted again.  Requests are written as they are made;
+# results are read line by line, joined by custom id alone and judged like any reply; a provider's
+# counters are shown and never believed.
 # ====================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
@@ -4361,11 +4483,11 @@ SKEW = datetime.timedelta(days=1)       # by which the clocks here and there may
 TRIES = 3                               # of what fails, and of rounds that bring no reply
 GONE = 6                                # looks in a row that do not find a job
 ABSENT = 404, 410
-MAX_TROUBLES = 36                       # failures in a row, over more than two hours, that end a run
+MAX_TROUBLES = 36                       # failures in a row, over two hours or more, that end a run
 PART = 1 << 16                          # bytes that are held of a file on its way
 CHAT_URL = "/v1/chat/completions"
-# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.  A file
-# that was just uploaded may not be seen before.
+# HTTP statuses that say that no job was made -> failures in a row that end the run, and advice.
+# A file that was just uploaded may not be seen before.
 NOT_MADE: Dict[Optional[int], Tuple[int, str]] = {
     **dict.fromkeys((400, 401, 402, 403, 404, 413, 422), (TRIES, "")),
     **dict.fromkeys((405, 501), (1, "; there is no batch engine: leave --batch-api out"))}
@@ -4373,7 +4495,7 @@ UPLOAD = ('--%s\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r
           'Content-Disposition: form-data; name="file"; filename="batch_harness-%s.jsonl"\r\n'
           'Content-Type: application/jsonl\r\n\r\n')
 CUSTOM_ID = re.compile(r"(.+)-([1-9][0-9]{0,8})\Z")
-RESULT = frozenset({"response", "error", "result"})     # a line of results has one of these
+RESULT = frozenset({"response", "error", "result", "event"})    # a result, or a row, has one
 ENDED = frozenset({"completed", "failed", "expired", "cancelled", "ended"})
 
 
@@ -4428,17 +4550,19 @@ def status_of(engine: Engine, document: Mapping[str, Any]) -> JobStatus:
     """A batch of OpenAI's form, or of Anthropic's, which alone has a processing_status."""
     files = filter(None, map(document.get, engine.places))
     counters = an_object(document.get("request_counts"))
-    faults = an_object(document.get("errors")).get("data") or ()
-    words = ["line %s: %s: %s" % tuple(map(an_object(fault).get, ("line", "code", "message")))
-             for fault in faults]
+    metadata = an_object(document.get("metadata"))
+    faults = an_object(document.get("errors")).get("data")
+    errors = ""
+    if faults:
+        errors = shown(faults, MAX_KEPT)
     return JobStatus(
         name=str(document.get("id")),
         status=str(document.get("processing_status") or document.get("status")).lower(),
         counts={word: count for word, count in counters.items() if type(count) is int},
         places=[engine.results % in_path(file) for file in files],
         made=moment_of(document.get("created_at")),
-        marks=[an_object(document.get("metadata")).get("batch_harness"), document.get("input_file_id")],
-        errors="; ".join(words))
+        marks=[metadata.get("batch_harness"), document.get("input_file_id")],
+        errors=errors)
 
 
 def in_path(name: Any) -> str:
@@ -4455,19 +4579,12 @@ def moment_of(stamp: Any) -> datetime.datetime:
 
 
 def numbered(document: Any) -> Tuple[str, int]:
-    """The key of the job and the number of the request in a custom id; "" and 0 where there is none."""
-    found = CUSTOM_ID.match(str(an_object(document).get("custom_id")))
-    if found is None:
+    """Key of the job and number of the request in the custom id of a result; "" and 0 of none."""
+    members = an_object(document)
+    found = CUSTOM_ID.match(str(members.get("custom_id")))
+    if found is None or not members.keys() & RESULT:
         return "", 0
     return found[1], int(found[2])
-
-
-def result_of(line: bytes) -> Tuple[str, int]:
-    """Key and number, as in numbered, of a line of results."""
-    document = an_object(decoded(line))
-    if document.keys() & RESULT:
-        return numbered(document)
-    return "", 0
 
 
 def outcome_of(line: Mapping[str, Any]) -> Tuple[Any, Any, Any]:
@@ -4628,7 +4745,7 @@ def parts_of(path: str, size: int) -> Iterator[bytes]:
 
 
 def lines_of(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines in the parts of a file, without line feeds.  One beyond all measure comes in pieces."""
+    """The lines in the parts of a file, without line feeds; one beyond all measure in pieces."""
     rest = b""
     for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -4673,7 +4790,8 @@ def _is_request(request: Any) -> bool:
         ask = ask_of(request)
         names = {name for name in request["batch"] if len(name) >= ID_LENGTH}
         keys = [_source_value(source) for source in request["sources"] if source is not None]
-        sizes = {len(names), len(set(request["text_sha"])), len(request["sources"]), len(request["batch"])}
+        digests = set(request["text_sha"])
+        sizes = {len(names), len(digests), len(request["sources"]), len(request["batch"])}
         return (len(sizes) == 1 and is_row({**LIKE_A_ROW, **request}) and len(ask.batch_id) == 12
                 and not any(isinstance(key, (list, dict)) for key in keys))
     return False
@@ -4772,8 +4890,8 @@ MISSING, DIFFERENT = -2, -1             # in place of where the line for a reque
 class Intake:
     """Takes in a file of results of one job.
 
-    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong is
-    named.
+    Lines are joined to requests by custom id alone; every outcome becomes a row, and what is wrong
+    is named.
     """
 
     def __init__(self, jobs: Jobs, job: OpenJob, name: str, file: IO[bytes]) -> None:
@@ -4835,7 +4953,7 @@ class Intake:
 
     def _joined(self, line: bytes, place: int) -> str:
         """Join a line that begins at a byte; what is the matter with it."""
-        key, number = result_of(line)
+        key, number = numbered(decoded(line))
         if key != self._job.key or number > self._job.size:
             return "unknown"
         before = self._places[number]
@@ -4911,6 +5029,7 @@ def line_words(line: bytes) -> str:
     """How a line begins."""
     return shown(line[:80].decode("utf-8", "replace"))
 
+
 class Jobs:
     """Drives plans by jobs: a round is all that is to be asked now, collected before the next."""
 
@@ -4949,7 +5068,7 @@ class Jobs:
                 signal.signal(number, handler)
 
     def _tick(self, over: threading.Event) -> None:
-        """In a thread: end calls that are overdue, and those that only look where the run is to end."""
+        """In a thread: end calls that are overdue; those that only look where the run is to end."""
         while not over.wait(0.2):
             now = time.monotonic()
             if not self._makes and (self.run.signals or now >= self.run.deadline):
@@ -5006,7 +5125,7 @@ class Jobs:
     # ---- what is to be asked ----
 
     def _narrow(self, keys: Set[int]) -> None:
-        """Who asks for a part, or again for what is in quarantine, gets that once, not each round."""
+        """Who asks for a part, or for what is in quarantine, gets that once, not each round."""
         options = self.run.options
         if options.limit:
             self._only = keys
@@ -5051,7 +5170,7 @@ class Jobs:
                 yield self._state.jobs[key]
 
     def _written(self, key: str, asks: Iterator[Ask]) -> Dict[str, Any]:
-        """Write what a job can take of some asks, and a manifest of their items; the requests recorded."""
+        """Write what a job can take of some asks, and a manifest; the requests to be recorded."""
         requests: Dict[str, Any] = {}
         with open(self.beside(key + "-requests"), "wb") as lines, \
                 open(self.beside(key + "-manifest"), "wb") as manifest:
@@ -5082,24 +5201,26 @@ class Jobs:
     def _make(self, job: OpenJob, doubt: bool) -> None:
         """Make the job that was intended, under its key.
 
-        In doubt it may have been made, and is looked for first, twice; then it is submitted again, as
-        it was.
+        In doubt it may have been made, and is looked for first, twice; then it is submitted again,
+        as it was.
         """
         post, path = self.post, self.beside(job.key + "-requests")
-        looks = 0
+        looks = LOOKS + 1                       # more than are made: it was never in doubt
+        if doubt:
+            looks = 0
         if post.engine.files and not job.file:
             file = self.persist("no job was made", lambda troubles: post.upload(job.key, path))
             if file is not None:
                 self.step("uploaded", job.intent, file=file)
 
         def attempt(troubles: int) -> JobStatus:
-            nonlocal looks, doubt
-            if doubt and looks < LOOKS:
+            nonlocal looks
+            if looks < LOOKS:
                 found = self._found(job)
                 if found is not None:
                     return found
                 looks += 1
-            if doubt and looks < LOOKS:
+            if looks < LOOKS:
                 raise CallFailed("retry", "looking for a job that may have been made", wait=GRACE)
             if not post.engine.files and not os.path.exists(path):
                 raise CallFailed("stop", "its requests are gone from %s; put that back, or say "
@@ -5109,11 +5230,10 @@ class Jobs:
                 return post.create(job, path)
             except CallFailed as failure:
                 if failure.status not in NOT_MADE and failure.status != 429:
-                    doubt = True
                     looks = 0
                     failure.wait = max(GRACE, failure.wait or 0.0)
-                    failure.detail = "it is not known whether a job was made (%s); looking for it" % (
-                        failure.detail)
+                    words = "it is not known whether a job was made (%s); looking for it"
+                    failure.detail = words % failure.detail
                 raise
             finally:
                 self._makes = False
@@ -5123,7 +5243,7 @@ class Jobs:
             self.step("created", job.intent, job=status.name)
             self.say("job %s: %d requests about %d items, %s" % (
                 status.name, job.size, job.items, status.status))
-        elif self.run.code == STOPPED and not doubt:
+        elif self.run.code == STOPPED and looks > LOOKS:
             self.step("abandoned", job.intent, detail=self.run.reason)
 
     def _found(self, job: OpenJob) -> Optional[JobStatus]:
@@ -5174,13 +5294,13 @@ class Jobs:
             return
         self.say("%s, as the provider counts: %s" % (name, status.words()))
         if "token_limit_exceeded" in status.errors:
-            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with --limit" % (
-                status.errors))
+            self._wait(MAX_POLL, "the provider's queue is full: %s; fewer items fit, with "
+                       "--limit" % status.errors)
         elif status.errors:
-            self.run.stop("%s was refused whole: %s" % (name, status.errors[:MAX_KEPT]), STOPPED)
+            self.run.stop("%s was refused whole: %s" % (name, status.errors), STOPPED)
 
     def take(self, job: OpenJob, name: str, **members: Any) -> bool:
-        """Take in the results of a job that lie beside the ledger; whether it is thereby collected."""
+        """Take in the results of a job that lie beside the ledger; whether it is collected."""
         with open(self.beside(job.key + "-results"), "rb") as file:
             return Intake(self, job, name, file).take(members)
 
@@ -5209,7 +5329,6 @@ class Jobs:
                 troubles = 0
             else:
                 words = "%s: %s%s" % (what, words, advice)
-            self._goes_on(words)
             if troubles >= most:
                 run.stop(words, STOPPED)
             elif run.options.no_wait and not advice and (not troubles or troubles > TRIES):
@@ -5230,13 +5349,14 @@ class Jobs:
     def _wait(self, seconds: float, words: str) -> None:
         """Wait, and say why."""
         due = time.monotonic() + seconds
-        if not self.say.width and self._goes_on(words):
+        left = seconds
+        if not self.say.width and not self.run.code:
             self.say(words)
-        while self._goes_on(words) and time.monotonic() < due:
-            left = due - time.monotonic()
+        while left > 0 and self._goes_on(words):
             if self.say.width:
                 self.say.live(join_within([clock(left), words], self.say.width - 1))
-            time.sleep(max(0.0, min(0.2, left)))
+            time.sleep(min(0.2, left))
+            left = due - time.monotonic()
 
     # ---- files ----
 
@@ -5265,9 +5385,10 @@ class Jobs:
             raise
         for job in made:
             self.step("created", job.intent, job="file " + path)
-        self.say("%d requests about %d items in %s; let an engine answer them, then `collect RESULTS "
-                 "--ledger %s`" % (sum(job.size for job in made), sum(job.items for job in made), path,
-                                   self.run.options.ledger))
+        size = sum(job.size for job in made)
+        items = sum(job.items for job in made)
+        self.say("%d requests about %d items in %s; let an engine answer them, then `collect "
+                 "RESULTS --ledger %s`" % (size, items, path, self.run.options.ledger))
         return len(made)
 
 
@@ -5296,7 +5417,7 @@ def beside(ledger: str, name: str) -> str:
 
 
 def read_parts(path: str) -> Iterator[bytes]:
-    """The parts of a file, or of what a gzipped one holds, without a byte order mark."""
+    """The parts of a file, or of what a gzipped one holds."""
     try:
         with open(path, "rb") as file:
             stream = unzipped(file)
@@ -5336,7 +5457,8 @@ def emit_requests(run: Run, header: Callable[[], Mapping[str, Any]], state: JobS
     return closing_words(run, count(ANSWERED), count(QUARANTINED), out)
 
 
-def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -> Tuple[Set[str], int]:
+def sort_results(options: Settings, jobs: Mapping[str, OpenJob],
+                 say: Speaker) -> Tuple[Set[str], int]:
     """Copy the lines of files beside the ledger, to those of their jobs.
 
     The keys of these, and how many lines are of none.
@@ -5347,7 +5469,7 @@ def sort_results(options: Settings, jobs: Mapping[str, OpenJob], say: Speaker) -
         for name in options.files:
             tally: Counter[str] = collections.Counter()
             for number, line in enumerate(lines_of(read_parts(name)), 1):
-                key, _ = result_of(line)
+                key, _ = numbered(decoded(line))
                 if key not in jobs and line.strip():
                     note(say, tally, name, "unknown", "line %d, %s" % (number, line_words(line)))
                 if key not in jobs:
@@ -5558,18 +5680,20 @@ BASELINE = 100                          # single first calls without which no la
 SHOWN_ITEMS = 100                       # answers for inspection by hand, and quarantined items
 SHOWN_LABELS = 12                       # of a field, the most frequent ones
 MAX_WORD = 100                          # characters of an answer that are held
-COUNTS = ("calls", "first", "first_ok", "failures", "retried", "rescued", "fallbacks", "answered",
-          "quarantined", "reordered", "repeated", "tokens_in", "tokens_out", "tokens_unknown",
-          "items", "failed_items", "verdicts", "normalised")
-SHARES = (                              # name, the part, the whole
-    ("first_pass", "first_ok", "first"),
-    ("calls_per_item", "calls", "items"),
-    ("agreement", "same", "compared"),
-    ("floor", "floor_same", "floor_compared"),
-    ("agreement_reordered", "reordered_same", "reordered_compared"),
-    ("half_first", "first_differ", "first_compared"),
-    ("half_second", "second_differ", "second_compared"),
-)
+COUNTS = """
+calls first first_ok failures retried rescued fallbacks answered quarantined reordered repeated
+tokens_in tokens_out tokens_unknown spent unpriced items failed_items verdicts normalised
+"""
+SHARES = """
+first_pass           first_ok        first
+calls_per_item       calls           items
+agreement            same            compared
+floor                floor_same      floor_compared
+agreement_reordered  reordered_same  reordered_compared
+half_first           first_differ    first_compared
+half_second          second_differ   second_compared
+"""                                     # name, the part, the whole
+AGREED = ("differ", "same")
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Lines = Iterator[Tuple[str, str]]       # label, words
@@ -5628,6 +5752,9 @@ class Figures:
     tokens_in = 0
     tokens_out = 0
     tokens_unknown = 0                  # calls
+    spent: Optional[float] = None       # by calls whose price is known
+    unpriced = 0                        # the other calls
+    price: Sequence[float] = ()         # of the run whose row comes next
 
     group: Group
     asked = ""                          # the model that was asked for
@@ -5655,7 +5782,8 @@ class Figures:
         self.calls += 1
         self.verdicts[row["verdict"]] += 1
         self.normalised.update(row.get("normalised", ()))
-        self.answered += len(answers_of(row))
+        if accepted:
+            self.answered += len(row["batch"])
         if row.get("reordered"):
             self.reordered += 1
         if row["fallback"]:
@@ -5682,6 +5810,11 @@ class Figures:
             self.repeated += 1          # the ledger was put together by hand
             return
         self.count(row)
+        if self.price and "tokens_in" in row and "tokens_out" in row:
+            cost = cost_of(self.price, row["tokens_in"], row["tokens_out"])
+            self.spent = cost + (self.spent or 0.0)
+        else:
+            self.unpriced += 1
         if type(row.get("ms")) is int:  # a batch job's calls have none
             self.ms.append(row["ms"])
         if row["fallback"] and row["size"] > 1:
@@ -5722,14 +5855,13 @@ class Reading:
         figures = self._figures(log, row)
         if row["event"] == "attempt":
             figures.add(row)
-        if "answers" in row or "quarantined" in row:
-            for sha in row["text_sha"]:
-                place = (log.path, row["task"], row.get("arm"), sha)
-                if place in self.held:
-                    self.held.pop(place).quarantined -= 1
-                if "quarantined" in row:
-                    self.held[place] = figures
-                    figures.quarantined += 1
+        for sha in row.get("text_sha", ()):         # only of what settles
+            place = (log.path, row["task"], row.get("arm"), sha)
+            if place in self.held:
+                self.held.pop(place).quarantined -= 1
+            if "quarantined" in row:
+                self.held[place] = figures
+                figures.quarantined += 1
 
     def _figures(self, log: Log, row: Data) -> Figures:
         """Where an attempt counts.  A refusal names no model: the one that answered last."""
@@ -5751,6 +5883,7 @@ class Reading:
             figures.group = group
             figures.asked = asked
             figures.fields = an_object(run["task"].get("fields"))
+        self.groups[group].price = run.get("price", ())
         return self.groups[group]
 
     def arms(self) -> List[Figures]:
@@ -5762,7 +5895,7 @@ class Reading:
 
 # ---- an arm against size 1 ----
 
-def share(part: int, whole: int) -> Optional[float]:
+def share(part: float, whole: int) -> Optional[float]:
     """The share of a part; None of nothing."""
     if not whole:
         return None
@@ -5802,38 +5935,33 @@ class Comparison:
         self.both = [key for key in here if key in one]
         self.differing = [              # where size 1 and its repetition agree
             short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
-        self.tally = collections.Counter(self._seen())
+        self.tally: Counter[str] = collections.Counter()        # by the names of SHARES
+        for name, same in self._seen():
+            self.tally[name + "compared"] += 1
+            self.tally[name + AGREED[same]] += 1
         batches = [keys for _, keys in figures.batches if len(keys) > 1]
         excesses = [excess_of(keys, self.answers) for keys in batches]
         self.excess = collections.Counter(excess for excess in excesses if excess is not None)
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
 
-    def _seen(self) -> Iterator[str]:
-        """What to count, by the names of SHARES."""
+    def _seen(self) -> Iterator[Tuple[str, bool]]:
+        """Each answer that has another beside it: of what it is, and whether they are the same."""
         here, one, two = self.answers
         for key in self.both:
-            yield "compared"
-            if here[key] == one[key]:
-                yield "same"
+            yield "", here[key] == one[key]
         for key in two:
             if key in one:
-                yield "floor_compared"
-                if two[key] == one[key]:
-                    yield "floor_same"
+                yield "floor_", two[key] == one[key]
         for reordered, keys in self.figures.batches:
             for place, key in enumerate(keys):
                 if key in one and len(keys) > 1:
-                    half = "first"
+                    half = "first_"
                     if 2 * place >= len(keys):
-                        half = "second"
-                    yield half + "_compared"
-                    if here[key] != one[key]:
-                        yield half + "_differ"
+                        half = "second_"
+                    yield half, here[key] == one[key]
                     if reordered:
-                        yield "reordered_compared"
-                    if reordered and here[key] == one[key]:
-                        yield "reordered_same"
+                        yield "reordered_", here[key] == one[key]
 
 
 # ---- decisions ----
@@ -6032,16 +6160,16 @@ def field_data(found: Comparison) -> Iterator[Tuple[str, Data]]:
         pairs = collections.Counter((one[key][place], here[key][place]) for key in found.both)
         labels = label_words(schema)
         same = sum(count for (left, right), count in pairs.items() if left == right)
+        given = collections.Counter(answer[place] for answer in here.values() if labels)
         data: Dict[str, Any] = {
             "agreement": share(same, len(found.both)),
             "labels": bool(labels),
             "kappa": None,
+            "given": {label: given[label] for label in labels},
+            "confusion": confusion(labels, pairs),
         }
         if labels:
-            given = collections.Counter(answer[place] for answer in here.values())
             data["kappa"] = kappa(pairs)
-            data["given"] = {label: given[label] for label in labels}
-            data["confusion"] = confusion(labels, pairs)
         yield name, data
 
 
@@ -6051,12 +6179,14 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     ms: List[Any] = sorted(figures.ms) or [None]
     data = {
         **figures.group._asdict(),
-        **{name: getattr(figures, name) for name in COUNTS},
+        **{name: getattr(figures, name) for name in COUNTS.split()},
         "asked": figures.asked,
         "fell_back": len(figures.fell_back),
         "first_pass_low": 1 - found.rates.high,
         "first_pass_high": 1 - found.rates.low,
         "tokens_per_item": tokens_per_item(figures),
+        "spent_per_item": share(figures.spent or 0, figures.items),
+        "spent_is": "at least" if figures.unpriced else "about",
         "cost": saving(found),
         "ms_p50": ms[len(ms) // 2],
         "ms_p95": ms[int(0.95 * len(ms))],
@@ -6066,7 +6196,7 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
         "fields": dict(field_data(found)),
         "kappa": None,
     }
-    for name, part, whole in SHARES:
+    for name, part, whole in map(str.split, SHARES.strip().split("\n")):
         data.setdefault(part, found.tally[part])
         data.setdefault(whole, found.tally[whole])
         data[name] = share(data[part], data[whole])
@@ -6103,59 +6233,68 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
 
 # ---- data -> words: each member stands in one table, (label, needed member, words) ----
 
-OVERVIEW = (
-    ("arm", "%(label)s"),
-    ("size", "%(size)s"),
-    ("form", "%(form)s"),
-    ("calls", "%(calls)s"),
-    ("first pass", "%(first_pass .1%)s"),
-    ("agrees", "%(agreement .1%)s"),
-    ("floor", "%(floor .1%)s"),
-    ("tok/item", "%(tokens_per_item .0f)s"),
-    ("decision", "%(decision)s"),
-)
-DETAILS = (
-    ("decision", "decision", "%(decision)s: %(why)s"),
-    ("model", "model", "%(model)s, %(form)s, size %(size)s"),
-    ("task", "task", "%(task)s, stage %(stage)s, on %(ledger)s"),
-    ("calls", "calls", "%(calls)s"),
-    ("first pass ok", "calls", "%(first_ok of first)s full batches; between "
-     "%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks"),
-    ("rescued by retry", "retried", "%(rescued of retried)s"),
-    ("fallbacks", "fallbacks", "%(fallbacks)s calls; items that fell back: %(fell_back of items)s"),
-    ("items answered", "calls", "%(answered)s"),
-    ("items quarantined", "quarantined", "%(quarantined of items)s"),
-    ("tokens", "tokens_in", "%(tokens_in)s in, %(tokens_out)s out"),
-    ("tokens unknown", "tokens_unknown", "for %(tokens_unknown of calls)s calls"),
-    ("verdicts", "verdicts", "%(verdicts counts)s"),
-    ("normalised", "normalised", "%(normalised counts)s"),
-    ("reordered replies", "reordered", "%(reordered)s; %(agreement_reordered .1%)s of their "
-     "answers are as at size 1"),
-    ("an item costs", "items", "%(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens"),
-    ("a call takes", "ms_p50", "%(ms_p50)s ms, one in twenty %(ms_p95)s ms or more"),
-    ("agrees with size 1", "compared", "%(same of compared)s answers; floor: size 1 with itself "
-     "%(floor_same of floor_compared)s"),
-    ("by field", "compared", "%(fields agreements)s"),
-    ("agrees with gold", "judged", "%(right of judged)s answers; against size 1 it lost %(lost)s "
-     "right ones and won %(won)s (p %(p .3g)s)"),
-    ("no gold label", "gold_unknown", "%(gold_unknown)s gold values are no label and left out"),
-    ("differing answers", "half_first", "%(half_first .1%)s in the first half of the prompt, "
-     "%(half_second .1%)s in the second"),
-    ("would cost", "cost", "%(cost)s"),
-    ("repeated rows", "repeated", "%(repeated)s, not counted"),
-)
-ASKED = ("instruction", "fields", "at", "run", "input", "rows", "items", "model", "host", "params",
-         "arms", "batch_size", "fingerprint", "stage")
-EXPLAINED = (                           # of a row of the ledger about an item, by its own names
-    "outcome", "target", "verdict", "meaning", "detail", "answer", "attempt", "fallback", "size",
-    "batch_id", "model_string", "asked", "missing", "extra", "normalised", "params", "kind",
-    "status", "finish", "prompt", "reply")
+def text_table(text: str) -> List[List[str]]:
+    """A table that is written as text, a row a line."""
+    return [re.split(r" *\| ", line) for line in text.strip().split("\n")]
+
+
+OVERVIEW = text_table("""
+arm        | %(label)s
+size       | %(size)s
+form       | %(form)s
+calls      | %(calls)s
+first pass | %(first_pass .1%)s
+agrees     | %(agreement .1%)s
+floor      | %(floor .1%)s
+tok/item   | %(tokens_per_item .0f)s
+decision   | %(decision)s
+""")
+DETAILS = text_table("""
+decision           | decision       | %(decision)s: %(why)s
+model              | model          | %(model)s, %(form)s, size %(size)s
+task               | task           | %(task)s, stage %(stage)s, on %(ledger)s
+calls              | calls          | %(calls)s
+first pass ok      | calls          | %(first_ok of first)s full batches; between \
+%(first_pass_low .1%)s and %(first_pass_high .1%)s, however often one looks
+rescued by retry   | retried        | %(rescued of retried)s
+fallbacks          | fallbacks      | %(fallbacks)s calls; items that fell back: %(fell_back of \
+items)s
+items answered     | calls          | %(answered)s
+items quarantined  | quarantined    | %(quarantined of items)s
+tokens             | tokens_in      | %(tokens_in)s in, %(tokens_out)s out
+tokens unknown     | tokens_unknown | for %(tokens_unknown of calls)s calls
+verdicts           | verdicts       | %(verdicts counts)s
+normalised         | normalised     | %(normalised counts)s
+reordered replies  | reordered      | %(reordered)s; %(agreement_reordered .1%)s of their answers \
+are as at size 1
+an item costs      | items          | %(calls_per_item .2f)s calls, %(tokens_per_item .0f)s tokens
+cost               | spent          | %(spent_is)s %(spent money)s, %(spent_per_item money)s an item
+a call takes       | ms_p50         | %(ms_p50)s ms, one in twenty %(ms_p95)s ms or more
+agrees with size 1 | compared       | %(same of compared)s answers; floor: size 1 with itself \
+%(floor_same of floor_compared)s
+by field           | compared       | %(fields agreements)s
+agrees with gold   | judged         | %(right of judged)s answers; against size 1 it lost \
+%(lost)s right ones and won %(won)s (p %(p .3g)s)
+no gold label      | gold_unknown   | %(gold_unknown)s gold values are no label and left out
+differing answers  | half_first     | %(half_first .1%)s in the first half of the prompt, \
+%(half_second .1%)s in the second
+would cost         | cost           | %(cost)s
+repeated rows      | repeated       | %(repeated)s, not counted
+""")
+ASKED = """
+instruction fields at run input rows items model host params arms batch_size fingerprint stage
+"""
+EXPLAINED = """
+outcome target verdict meaning detail answer attempt fallback size batch_id model_string asked
+missing extra normalised params kind status finish prompt reply
+"""                                     # of a row of the ledger about an item, by its own names
 AGREES = {True: " %(agreement .1%)s (kappa %(kappa .2f)s)",
           False: " %(agreement .1%)s (free text: to differ is no error)"}
 FORMS: Dict[str, Callable[[Any], str]] = {
     "points": lambda value: "%.1f" % (100 * value),
     "few": lambda names: ", ".join(names[:3]) or "texts that vary anyway",
     "counts": as_counts,
+    "money": money,
     "agreements": lambda fields: ", ".join(
         name + AGREES[field["labels"]] % Words(field) for name, field in fields.items()),
 }
@@ -6176,8 +6315,7 @@ class Words(Dict[str, Any]):
         return format(value, form).replace("%", " %")
 
 
-def described(table: Sequence[Tuple[str, str, str]],
-              data: Data) -> Lines:
+def described(table: Sequence[Sequence[str]], data: Data) -> Lines:
     """What is to be said of some data: (label, words); nothing of what is not there, or 0."""
     for label, needed, words in table:
         value = data.get(needed)
@@ -6185,9 +6323,9 @@ def described(table: Sequence[Tuple[str, str, str]],
             yield label, words % Words(data)
 
 
-def members(names: Iterable[str], data: Data) -> Lines:
+def members(names: str, data: Data) -> Lines:
     """Some members of a row as (name, words), as far as they are there."""
-    for name in names:
+    for name in names.split():
         value = data.get(name)
         if not isinstance(value, str):
             value = encode(value)
@@ -6204,7 +6342,7 @@ def sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
         [words % Words(data) for _, words in OVERVIEW] for data in datas]
     for data in datas:
         for name, field in data["fields"].items():
-            bars = list(label_bars(field.get("given", {})))
+            bars = list(label_bars(field["given"]))
             yield "%s: %s" % (data["title"], name), (), bars
     for data in datas:
         yield data["title"], (), list(described(DETAILS, data))
@@ -6215,7 +6353,7 @@ def page_sections(datas: Sequence[Data], reading: Reading) -> Iterator[Section]:
     """What the page alone shows: which label came, for that of size 1 or gold; what was asked."""
     for data in datas:
         met = {name: field["confusion"] for name, field in data["fields"].items()
-               if data["compared"] and field["labels"]}
+               if data["compared"]}
         for expected, tables in (("size 1", met), ("gold", data.get("gold_confusion", {}))):
             for name, table in tables.items():
                 rows = [(label, *row.values()) for label, row in table.items()]
@@ -6456,9 +6594,7 @@ def command_explain(options: Settings, say: Speaker, out: Speaker) -> int:
     batches = {one for _, row in touching for one in row.get("batch", ())}
     items = (Item(entry.text, entry.key, len(name)) for entry in good_input(options))
     texts = {item.id: item for item in items if item.id in batches}
-    text = "(give the --input that holds it)"
-    if name in texts:
-        text = texts[name].text
+    text = getattr(texts.get(name), "text", "(give the --input that holds it)")
     out("item %s, text: %s" % (name, text), wrap=False)
     stands = "pending: no attempt has settled it"
     for number, row in touching:
@@ -6520,8 +6656,8 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
                 with contextlib.suppress(HarnessError):         # a row that was edited by hand
                     task = load_task(row["task"], row["form"])
                     tasks[row["fingerprint"]] = task._replace(fingerprint=row["fingerprint"])
-            elif row["event"] == "attempt" and row.get("arm") is None:      # a trial's do not count
-                answered[row["task"]] += len(answers_of(row))
+            elif row.get("arm") is None:                        # a trial's do not count
+                answered[row.get("task", "")] += len(answers_of(row))
     fits = [task for task in tasks.values()
             if stage in (None, task.stage) and fingerprint in (None, task.fingerprint)]
     fits = [task for task in fits if answered[task.fingerprint]] or fits
@@ -6534,44 +6670,92 @@ def ledger_task(paths: Sequence[str], stage: Optional[str], fingerprint: Optiona
         len(fits), ", ".join(paths), ", ".join(named) or "no run"))
 
 
-EXPORT_COLUMNS = ("row", "id", "item", "status", "answer", "verdict", "detail", "model_string",
-                  "rubric_version", "run", "batch_id", "text_sha256", "text")
-SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")
-Exported = Dict[str, Any]               # by EXPORT_COLUMNS; `id` is JSON, as it was spelled
+OUTCOME = ("status", "verdict", "detail")           # what is always shown beside the answer
+EXPORT_COLUMNS = ("answer", *OUTCOME, "row", "item", "model_string", "rubric_version", "run",
+                  "batch_id", "text_sha256")
+SETTLED = ("verdict", "detail", "model_string", "run", "batch_id")      # as the ledger's row says
+SPELLED_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+Cells = Dict[str, Any]                  # by the names of columns
+
+
+def input_cells(row: Row, options: Settings) -> Cells:
+    """What an export shows of a row of the input: all of it, or the caller's key alone."""
+    if options.export_columns == "provenance":
+        return {"id": _source_value(row.key or "null")}
+    if isinstance(row.record, str):
+        return {"text": row.record}
+    return {**an_object(row.record)}
+
+
+def input_columns(source: Source, options: Settings) -> List[str]:
+    """The columns of the input as they are met; bad rows are refused before a file is made."""
+    rows = source.good_rows
+    if options.skip_bad:
+        rows = source.rows
+    columns: Cells = {}
+    for row in rows():
+        columns.update(input_cells(row, options))
+    return list(columns)
 
 
 def exported(source: Source, task: Task, paths: Sequence[str],
-             id_length: int) -> Iterator[Exported]:
-    """Every row of the input in its order, with what the ledgers hold for its text."""
+             options: Settings) -> Iterator[Tuple[Cells, Cells]]:
+    """Every row of the input in its order, and EXPORT_COLUMNS: what the ledgers hold for it."""
     places = settled_places(paths, task)                # a file position an item, no row
     settling = functools.lru_cache(maxsize=1)(row_at)   # neighbours in the input may share a batch
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(path, "rb")) for path in paths]
         for number, row in enumerate(source.rows(), 1):
-            out: Exported = dict.fromkeys(EXPORT_COLUMNS)
-            out.update(row=number, id=row.key or "null", status="skipped")
+            out: Cells = dict.fromkeys(EXPORT_COLUMNS)
+            out.update(row=number, status="skipped")
+            sha = text_digest(row.text)
+            key = key_of(sha)
             if row.error is None:
-                sha = text_digest(row.text)
-                out.update(status="pending", item=sha[:id_length], text=row.text)
+                out.update(status="pending", item=sha[:options.id_length])
                 out["rubric_version"] = task.rubric_version
                 out["text_sha256"] = hashlib.sha256(row.text.encode("utf-8")).hexdigest()
-                key = key_of(sha)
-                for file, offsets in zip(files, places):
-                    if key in offsets:
-                        settled = settling(file, offsets[key])
-                        out["status"], out["answer"] = settled_as(settled, sha)
-                        out.update({column: settled.get(column) for column in SETTLED})
-                if out["verdict"] == "ok":
-                    out["verdict"] = out["detail"] = None       # these say why there is no answer
-            yield out
+            for file, offsets in zip(files, places):
+                if key in offsets:
+                    settled = settling(file, offsets[key])
+                    out.update((column, settled.get(column)) for column in SETTLED)
+                    out["status"], out["answer"] = settled_as(settled, sha)
+            if out["status"] == "answered":
+                out["verdict"] = out["detail"] = None   # these say why there is no answer
+            yield input_cells(row, options), out
 
 
-def write_jsonl(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
-    """One object a line; the caller's id goes back as it was spelled."""
+def free_name(wanted: str, taken: Set[str]) -> str:
+    """A name that is not taken, now taken, too: the wanted one, or that with a number.
+
+    SQLite tells no case, so that names are taken in small letters.
+
+    >>> free_name("Answer", {"answer", "answer_2"})
+    'Answer_3'
+    """
+    name = wanted
+    tries = itertools.count(2)
+    while name.lower() in taken:
+        name = "%s_%d" % (wanted, next(tries))
+    taken.add(name.lower())
+    return name
+
+
+def as_json(value: Any) -> str:
+    """A value of the input as JSON, with its numbers as they were spelled."""
+    if isinstance(value, dict):
+        members = ["%s: %s" % (encode(name), as_json(value[name])) for name in value]
+        return "{%s}" % ", ".join(members)
+    if isinstance(value, list):
+        return "[%s]" % ", ".join(map(as_json, value))
+    if isinstance(value, Spelled):
+        return str(value)
+    return encode(value)
+
+
+def write_jsonl(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes], raw: bool) -> None:
+    """One object a line."""
     for row in rows:
-        line = row_text({**row, "id": None})
-        line = line.replace('"id": null', '"id": ' + row["id"], 1)
-        file.write(line.encode("utf-8") + b"\n")
+        file.write(row_text(row, as_json).encode("utf-8") + b"\n")
 
 
 def csv_cell(value: Any, raw: bool = False) -> str:
@@ -6579,105 +6763,131 @@ def csv_cell(value: Any, raw: bool = False) -> str:
 
     Take one leading apostrophe off a text cell to have the text back.
 
-    >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5)
-    ("'=1+1", "''quoted'", '-3.5')
+    >>> csv_cell("=1+1"), csv_cell("'quoted'"), csv_cell(-3.5), csv_cell("-3.5")
+    ("'=1+1", "''quoted'", '-3.5', '-3.5')
     """
     if value is None:
         return ""
     if not isinstance(value, str):
-        return encode(value)
-    formula = tuple("=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20")      # what is run, and the mark itself
-    if value.startswith(formula) and not raw and not isinstance(value, Spelled):
+        return as_json(value)
+    formula = (*"=+-@\t\r\n'\uff1d\uff0b\uff0d\uff20",)       # what is run, and the mark itself
+    if value.startswith(formula) and not raw and not SPELLED_NUMBER.fullmatch(value):
         return "'" + value
     return value
 
 
 def sql_cell(value: Any) -> Any:
     """A value as SQLite holds it; what is no scalar of 64 bits is text, as JSON."""
-    if isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER:
-        return encode(value)
-    if isinstance(value, (list, dict)):
-        value = encode(value)
+    if isinstance(value, Spelled):
+        with contextlib.suppress(ValueError):
+            return _exact(value)
+    large = isinstance(value, int) and not -MAX_INTEGER <= value < MAX_INTEGER
+    if large or isinstance(value, (list, dict)):
+        value = as_json(value)
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode("utf-8")
     return value
 
 
-def flat_rows(rows: Iterable[Exported], task: Task) -> Iterator[List[Any]]:
-    """Columns, then rows of values; an answer of several fields has a column for each."""
-    fields = list(task.fields)
-    names = fields
-    if task.bare:
-        names = ["answer"]
-    elif {field.lower() for field in fields} & set(EXPORT_COLUMNS):
-        names = ["answer." + field for field in fields]
-    place = EXPORT_COLUMNS.index("answer")
-    yield [*EXPORT_COLUMNS[:place], *names, *EXPORT_COLUMNS[place + 1:]]
-    for row in rows:
-        values = list({**row, "id": _source_value(row["id"])}.values())
-        if not task.bare:
-            answer = an_object(row["answer"])
-            values[place:place + 1] = [answer.get(field) for field in fields]
-        yield values
-
-
-def write_csv(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_csv(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes], raw: bool) -> None:
     """A header and one line per row."""
     import csv
     text = io.TextIOWrapper(
         file, "utf-8", errors="backslashreplace", newline="", write_through=True)
-    csv.writer(text).writerows(
-        [csv_cell(value, raw) for value in values] for values in flat_rows(rows, task))
+    for row in itertools.chain([dict(zip(columns, columns))], rows):
+        csv.writer(text).writerow([csv_cell(row.get(name), raw) for name in columns])
     text.detach()
 
 
-def write_sqlite(rows: Iterable[Exported], file: IO[bytes], task: Task, raw: bool) -> None:
+def write_sqlite(columns: Sequence[str], rows: Iterable[Cells], file: IO[bytes],
+                 raw: bool) -> None:
     """A new database with one table, `answers`."""
     import shutil
     import sqlite3
     import tempfile
-    flat = flat_rows(rows, task)
-    columns = next(flat)
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "answers.db")
         with contextlib.closing(sqlite3.connect(path)) as base:
+            names = [quoted(sql_cell(name)) for name in columns]
             try:
-                base.execute("CREATE TABLE answers (%s)" % ", ".join(map(quoted, columns)))
-            except sqlite3.Error as error:              # fields that are alike but for case
+                base.execute("CREATE TABLE answers (%s)" % ", ".join(names))
+            except (sqlite3.Error, ValueError) as error:    # too many; alike but for case
                 raise HarnessError("SQLite takes no such columns: %s; export JSONL" % error)
             base.executemany(
                 "INSERT INTO answers VALUES (%s)" % ", ".join("?" * len(columns)),
-                (list(map(sql_cell, values)) for values in flat))
+                ([sql_cell(row.get(name)) for name in columns] for row in rows))
             base.commit()
         with open(path, "rb") as whole:
             shutil.copyfileobj(whole, file)
 
 
-def counted(rows: Iterable[Exported], tally: Counter[str]) -> Iterator[Exported]:
-    """The rows as they are, each counted under its status as it goes by."""
-    for row in rows:
-        tally[row["status"]] += 1
-        yield row
+WRITERS: Dict[str, Callable[..., None]] = {
+    "jsonl": write_jsonl, "csv": write_csv, "sqlite": write_sqlite}
 
 
-EXPORTS: Dict[str, Callable[[Iterable[Exported], IO[bytes], Task, bool], None]] = {
-    ".csv": write_csv, ".jsonl": write_jsonl, ".ndjson": write_jsonl, ".json": write_jsonl,
-    ".db": write_sqlite, ".sqlite": write_sqlite, ".sqlite3": write_sqlite}
+def own_values(out: Cells, task: Task, shown: Sequence[str], nested: bool) -> List[Any]:
+    """What an export adds to a row of the input."""
+    told = [out[name] for name in shown]
+    answer = out["answer"]
+    if nested:
+        return [answer, dict(zip(shown, told))]
+    if task.bare:
+        answer = out
+    return [*map(an_object(answer).get, task.fields), *told]
 
 
-def export(rows: Iterable[Exported], output: str, task: Task, raw_csv: bool) -> None:
-    """Write an export, to a file or to standard output."""
+def export(source: Source, task: Task, paths: Sequence[str], options: Settings,
+           say: Speaker) -> Counter[str]:
+    """Write an export to its file or to standard output; how many rows of the input stand where."""
+    write = export_writer(options.output)
+    nested = write is write_jsonl
+    shown: Sequence[str] = EXPORT_COLUMNS[1:]
+    if options.export_columns == "answers":
+        shown = OUTCOME
+    own = [*task.fields, *shown]
+    if nested:
+        own = ["answer", "harness"]
+    inputs = input_columns(source, options)
+    taken = {name.lower() for name in inputs}
+    names = [free_name(name, taken) for name in own]
+    changed = ["%s is written as %s" % pair for pair in zip(own, names) if pair[0] != pair[1]]
+    if changed:
+        say("names that are taken already: " + ", ".join(changed))
+    tally: Counter[str] = collections.Counter()
+
+    def rows() -> Iterator[Cells]:
+        for cells, out in exported(source, task, paths, options):
+            tally[out["status"]] += 1
+            if not options.status or out["status"] in options.status:
+                cells.update(zip(names, own_values(out, task, shown, nested)))
+                yield cells
+
+    def write_rows(file: IO[bytes]) -> None:
+        try:
+            write([*inputs, *names], rows(), file, options.raw_csv)
+        except RecursionError:
+            raise HarnessError("a row of the input is nested too deep to be written; leave it out "
+                               "with --columns provenance")
+
+    if options.output == "-":
+        write_rows(sys.stdout.buffer)
+        sys.stdout.flush()
+    else:
+        write_whole(options.output, write_rows, "--output")
+    return tally
+
+
+def export_writer(output: str) -> Callable[..., None]:
+    """What writes an export there; HarnessError where it cannot be written."""
+    form = FORMATS.get(os.path.splitext(output)[1], "")
     if output == "-":
+        form = "jsonl"
         if sys.stdout is None:
             raise HarnessError("standard output is closed; name a file with --output")
-        write_jsonl(rows, sys.stdout.buffer, task, raw_csv)
-        sys.stdout.flush()
-        return
-    write = EXPORTS.get(os.path.splitext(output)[1])
-    if write is None:
+    if form not in WRITERS:
         raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file "
                            "with --output" % output)
-    write_whole(output, lambda file: write(rows, file, task, raw_csv), "--output")
+    return WRITERS[form]
 
 
 # ==================================================================================================
@@ -7380,6 +7590,10 @@ TAKES: Dict[str, Tuple[str, str, Callable[..., Any]]] = {
     "DURATION": (
         r"(\d{1,7}(?:\.\d+)?)([smh]?)",
         "a duration such as 90s, 15m or 2h (at most 550h)", duration),
+    "AMOUNT": (r"(?=.*[1-9])(\d{0,6}\.?\d{1,9})", "an amount such as 2.50", float),
+    "IN,OUT": (
+        r"(\d{0,6}\.?\d{1,9}),(\d{0,6}\.?\d{1,9})", "two prices such as 0.15,0.60",
+        lambda *prices: [float(price) for price in prices]),
     "DATE": (r"(\d{4}-\d\d-\d\d)", "a date such as 2026-10-21", str),
     "A,B,..": (
         r"([1-9][0-9]{0,3}(?:,[1-9][0-9]{0,3})*)", "sizes such as 1,1,2,5",
@@ -7432,8 +7646,9 @@ input:
     --shard I/N                 ask the I-th of N parts, by the texts' ids
 task and model:
   run trial emit
-    --instruction TEXT          what to say of each text
-    --labels A,B,C              the closed list of answers
+    --instruction TEXT          what to say of each text; @FILE: as the file says
+    --instruction-file FILE     the same: a text file in UTF-8 that holds the instruction
+    --labels A,B,C              the closed list of answers, a CSV row: '"so, so",good'
     --stage NAME                name of this pass (default main)
     --task FILE.json            instruction, fields, rubric version and stage in a file
     --model PROVIDER:NAME       %s
@@ -7458,7 +7673,10 @@ batches and policy:
     --attempts N                how often a batch is asked (default 2)
     --on-failure single|split|exclude    what follows (default single)
     --retry-param NAME=JSON     change the request from the second attempt on
+    --price IN,OUT              of a million tokens of prompts and of replies; says the cost
+  run trial
     --max-calls N               make at most N calls now
+    --max-cost AMOUNT           begin no call once this run has cost so much (--price)
     --deadline DURATION         begin no call after this time
   run trial collect
     --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
@@ -7494,6 +7712,8 @@ reading:
     --json                      as data
   export
     --output FILE               .csv, .db (SQLite) or .jsonl (default stdout)
+    --columns answers|provenance|all    default answers: yours, answers; all: the origin, too
+    --status answered|quarantined|pending|skipped+    only the rows that stand so
     --raw-csv                   leave cells that a spreadsheet would run as they are
   export apply
     --stage NAME                whose answers, where the ledger holds several tasks
@@ -7508,16 +7728,20 @@ table:
     --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
     --set COLUMN=FIELD          which column takes which field (default: those of the same name)
 """ % (LEDGER, LEDGER, "|".join(sorted(READERS)), CHOICES, AT_FIRST, IN_A_ROW)
-FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns"}    # other names in Settings
+FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns",
+          "--columns answers|provenance|all": "export_columns"}    # other names in Settings
 
 # Two options that are not given together, and what is said of the first one.
 REFUSED = (
     ("template", "text_field", "and --text-field say the same; give one of them"),
     ("table", "query", "and --query say the same; give one of them"),
+    ("instruction", "instruction_file", "and --instruction-file say the same; give one of them"),
     ("task", "instruction", "holds the instruction; leave --instruction out"),
+    ("task", "instruction_file", "holds the instruction; leave --instruction-file out"),
     ("task", "labels", "holds the labels; leave --labels out"),
     ("task", "stage", "holds the stage; leave --stage out"),
-    ("max_calls", "batch_api", "means nothing to batch jobs; bound them with --limit"),
+    *((name, "batch_api", "means nothing to batch jobs; bound them with --limit")
+      for name in ("max_calls", "max_cost")),
 )
 
 
@@ -7539,6 +7763,8 @@ def check_options(options: Settings) -> None:
     for name in ("no_wait", "abandon", "finish"):
         if given(options, name) and options.command == "run" and not options.batch_api:
             raise HarnessError("%s is about batch jobs; say --batch-api, too" % spelled(name))
+    if options.max_cost and not options.price:
+        raise HarnessError("--max-cost needs to know what tokens cost; add --price IN,OUT")
     part, parts = options.shard
     if part > parts:
         raise HarnessError("--shard %d/%d is none of its parts; count them from 1" % options.shard)
@@ -7570,16 +7796,10 @@ def chosen_task(options: Settings) -> Task:
         return load_task(options.task, form)
     task: Dict[str, Any] = {}
     if options.labels is not None:
-        labels = [label.strip() for label in options.labels.split(",")]
-        if "" in labels or len(set(labels)) != len(labels) or len(labels) < 2:
-            raise HarnessError(
-                "--labels %s is a single label, or one is blank or repeated; "
-                "write --labels a,b,c with plain commas" % shown(options.labels))
         task["instruction"] = "Say which of the labels fits each text best."
-        task["fields"] = {"answer": {"enum": labels}}
-    for name in ("instruction", "stage"):
-        if given(options, name):
-            task[name] = getattr(options, name)
+        task["fields"] = {"answer": {"enum": read_labels(options.labels)}}
+    told = {"instruction": read_instruction(options), "stage": options.stage}
+    task.update((name, words) for name, words in told.items() if words is not None)
     return load_task(task, form)
 
 
@@ -7609,7 +7829,7 @@ def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pen
         # Digests are as good as drawn: the least of them are the same sample on every machine,
         # and their order is as good as shuffled.
         state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-        held = [row for row in source.rows()
+        held = [row._replace(record=None) for row in source.rows()
                 if row.error is None and key_of(text_digest(row.text)) in state.status]
         asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
     states = [state, *(State(task, arm, state.status) for arm in range(1, len(sizes)))]
@@ -7648,7 +7868,7 @@ def taken_up(run: Run, source: Source, rows: Iterable[Mapping[str, Any]]) -> Job
     for row in rows:
         jobs.apply(row)
         for pending in run.arms:
-            pending.state.apply(row)
+            pending.apply(row)
     if len(state.status) > known:                   # the ledger has brought other texts
         check_collision(source, state, run.options.id_length)
     check_ledger(run.options, run.model, state)
@@ -7737,14 +7957,15 @@ def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
     run.tally.pending += asked
     calls = alone + math.ceil(batched / pending.size)
     # How texts fall into batches is not known before.
+    cost = run.cost_to_expect(pending, asked, calls)
     if options.batch_chars is not None or pending.state.open or (options.limit and alone):
-        return "about %d calls" % calls
+        return "about %d calls%s" % (calls, cost)
     most = calls * options.attempts
     if pending.size > 1 and options.on_failure != "exclude":
         most += batched * options.attempts
         if options.on_failure == "split":
             most += batched
-    return "about %d calls if every reply is good, at most %d" % (calls, most)
+    return "about %d calls if every reply is good, at most %d%s" % (calls, most, cost)
 
 
 def trial_words(sizes: Sequence[int]) -> Iterator[str]:
@@ -7780,7 +8001,7 @@ def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
         say("%s: %s" % (ledger.path, words))
     say(outlook(run, frozen))
     say_baseline(run, say)
-    if options.instruction is None and options.task is None:
+    if not (options.instruction or options.instruction_file or options.task):
         say("no --instruction given; asking: " + run.task.instruction)
     header = functools.partial(run_header, run, frozen)
     if options.command == "emit":
@@ -7815,7 +8036,7 @@ def answered_words(run: Run) -> str:
 
 
 KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
-        "deadline")             # options that stand in a run's row under their own names
+        "price", "max_cost", "deadline")             # options that stand in a run's row under their own names
 
 
 def run_header(run: Run, frozen: InputCount) -> Members:
@@ -7875,6 +8096,8 @@ def spent_words(run: Run) -> str:
                  tally.failures))
     if figures.tokens_in:
         words += "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out)
+    if run.options.price:
+        words += "; " + run.cost_words()
     return words
 
 
@@ -7933,15 +8156,13 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
     ledgers = each_once(options.ledgers)
     if os.path.realpath(options.output) in map(os.path.realpath, (options.input, *ledgers)):
         raise HarnessError("--output names the input or the ledger; name another file")
+    export_writer(options.output)
     task = ledger_task(ledgers, options.stage, options.fingerprint)
-    tally: Counter[str] = collections.Counter()
     with contextlib.closing(Source(options)) as source:
-        if not options.skip_bad:                    # bad rows are refused before a file is made
-            collections.deque(source.good_rows(), maxlen=0)
-        rows = exported(source, task, ledgers, options.id_length)
-        export(counted(rows, tally), options.output, task, options.raw_csv)
+        tally = export(source, task, ledgers, options, say)
+    written = {status: tally[status] for status in options.status or tally}
     target = options.output if given(options, "output") else "standard output"
-    say("%d rows to %s: %s" % (sum(tally.values()), target, as_counts(tally)))
+    say("%d rows to %s: %s" % (sum(written.values()), target, as_counts(written)))
     if not tally["answered"] and not tally["quarantined"]:
         say("no text of this input has an answer on %s (a trial's are not exported); check "
             "--ledger, --input and --text-field" % ", ".join(ledgers))

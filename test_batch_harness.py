@@ -130,6 +130,11 @@ def reply_to(items, value="good", **more):
     return json.dumps([dict({"id": item.id, "answer": value}, **more) for item in items])
 
 
+def json_lines(text):
+    """The values of a table that is a text: JSON, one value a line."""
+    return [json.loads(line) for line in text.strip().split("\n")]
+
+
 def asked_in(prompt):
     """(id, text) of every item of a prompt, read independently of the program."""
     return re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)
@@ -228,136 +233,125 @@ class Items(Case):
         for same in (pickle.loads(pickle.dumps(item)), copy.copy(item)):
             self.assertEqual((same, type(same)), (item, bh.Item))
 
-    GOOD = [
-        ("a.jsonl", b'{"text": "a"}\n{"text": "b", "id": 7}\n', [("a", None), ("b", "7")]),
-        (
-            "a.jsonl",
-            b'\xef\xbb\xbf{"text": "a"}\r\n\r\n   \n{"text":"b"}',
-            [("a", None), ("b", None)],
-        ),
-        ("a.jsonl", b'"first"\n"second \\n line"\n', [("first", None), ("second \n line", None)]),
+    GOOD = [(name, content.encode(), *more) for name, content, *more in json_lines(r'''
+["a.jsonl", "{\"text\": \"a\"}\n{\"text\": \"b\", \"id\": 7}\n", [["a", null], ["b", "7"]]]
+["a.jsonl", "\ufeff{\"text\": \"a\"}\r\n\r\n   \n{\"text\":\"b\"}", [["a", null], ["b", null]]]
+["a.jsonl", "\"first\"\n\"second \\n line\"\n", [["first", null], ["second \n line", null]]]
+["a.csv", "\ufeff\"text\",\"id\"\n\"a, b\",\"7\"\n", [["a, b", "\"7\""]]]
+["a.csv", "id,text\r\n1,\"a\r\nb\"\r\n\r\n2,plain", [["a\r\nb", "\"1\""], ["plain", "\"2\""]]]
+["a.csv", "sep=;\r\nid;text\r\n1;\"a, \"\"b\"\"\"\r\n", [["a, \"b\"", "\"1\""]]]
+["a.csv", "text\na\n\nb\n", [["a", null], ["b", null]]]
+["a.tsv", "id\ttext\n1\ta, b\n", [["a, b", "\"1\""]]]
+["a.txt", "\ufeffone\r\n\n \ntwo  \nthree", [["one", null], ["two  ", null], ["three", null]]]
+["a.txt", "x\u2028y\n", [["x\u2028y", null]]]
+["a.csv", "\ufeffid\ttext\r\n1\ta, b; c\r\n", [["a, b; c", "\"1\""]]]
+["a.csv", "text,\"a;b;c;d\"\n1,x\n", [["1", null]]]
+["a.csv", "\"a,\nb\";text\n1;x\n", [["x", null]]]
+["a.csv", "text\na;b\n", [["a;b", null]]]
+["a.tsv", "id,text\n1,a\n", [["a", "\"1\""]]]
+["a.csv", "id,text\r1,a\r2,\"b\rc\"\r", [["a", "\"1\""], ["b\rc", "\"2\""]]]
+["a.txt", "one\rtw\u00f6\r\rthree", [["one", null], ["tw\u00f6", null], ["three", null]]]
+["a.jsonl", "{\"text\": \"a\"}\r{\"text\": \"b\"}", [["a", null], ["b", null]]]
+["a.jsonl", "[\"first\", \"second\"]", [["first", null], ["second", null]]]''')] + [
         (
             "a.jsonl",
             '{"text":"x\u2028y\u2029z\u0085end"}\n{"text":"ok"}\n'.encode(),
-            [("x\u2028y\u2029z\u0085end", None), ("ok", None)],
+            [("x\u2028y\u2029z\u0085end", None), ("ok", None)]
         ),
         (
             "a.ndjson",
             '{"text":"caf\u00e9"}\n{"text":"cafe\u0301"}\n'.encode(),
-            [("caf\u00e9", None), ("cafe\u0301", None)],
+            [("caf\u00e9", None), ("cafe\u0301", None)]
         ),
-        ("a.csv", b'\xef\xbb\xbf"text","id"\n"a, b","7"\n', [("a, b", '"7"')]),
-        ("a.csv", b'id,text\r\n1,"a\r\nb"\r\n\r\n2,plain', [("a\r\nb", '"1"'), ("plain", '"2"')]),
-        ("a.csv", b'sep=;\r\nid;text\r\n1;"a, ""b"""\r\n', [('a, "b"', '"1"')]),
-        ("a.csv", b'text\na\n\nb\n', [("a", None), ("b", None)]),
-        ("a.tsv", b'id\ttext\n1\ta, b\n', [("a, b", '"1"')]),
-        (
-            "a.txt",
-            b'\xef\xbb\xbfone\r\n\n \ntwo  \nthree',
-            [("one", None), ("two  ", None), ("three", None)],
-        ),
-        ("a.txt", 'x\u2028y\n'.encode(), [("x\u2028y", None)]),
         ("a.jsonl.gz", gzip.compress(b'{"text": "a"}\n'), [("a", None)]),
         ("a.csv.gz", gzip.compress(b'text\na\n'), [("a", None)]),
         (
             "a.jsonl",
             gzip.compress(b'{"text": "named without .gz"}\n'),
-            [("named without .gz", None)],
+            [("named without .gz", None)]
         ),
         (
             "a.csv",
             b'id;text;amount\n1;"good, but dear";1,50\n2;bad;2,00\n',
-            [("good, but dear", '"1"'), ("bad", '"2"')],
+            [("good, but dear", '"1"'), ("bad", '"2"')]
         ),
-        ("a.csv", b'\xef\xbb\xbfid\ttext\r\n1\ta, b; c\r\n', [("a, b; c", '"1"')]),
-        ("a.csv", b'text,"a;b;c;d"\n1,x\n', [("1", None)]),
-        ("a.csv", b'"a,\nb";text\n1;x\n', [("x", None)]),
-        ("a.csv", b'text\na;b\n', [("a;b", None)]),
-        ("a.tsv", b'id,text\n1,a\n', [("a", '"1"')]),
-        ("a.csv", b'id,text\r1,a\r2,"b\rc"\r', [("a", '"1"'), ("b\rc", '"2"')]),
-        (
-            "a.txt",
-            b'one\rtw\xc3\xb6\r\rthree',
-            [("one", None), ("tw\u00f6", None), ("three", None)],
-        ),
-        ("a.jsonl", b'{"text": "a"}\r{"text": "b"}', [("a", None), ("b", None)]),
         (
             "a.txt",
             '\ufeffone\r\ntw\u00f6\u2028\U0001f600\r\n'.encode("utf-16-le"),
-            [("one", None), ("tw\u00f6\u2028\U0001f600", None)],
+            [("one", None), ("tw\u00f6\u2028\U0001f600", None)]
         ),
         (
             "a.csv",
             '\ufeffid;text\r\n1;"gr\u00fc\u00dfe;\r\nx"\r\n'.encode("utf-16-be"),
-            [("gr\u00fc\u00dfe;\r\nx", '"1"')],
+            [("gr\u00fc\u00dfe;\r\nx", '"1"')]
         ),
         ("a.tsv", gzip.compress('\ufeffid\ttext\n1\ta\n'.encode("utf-16-le")), [("a", '"1"')]),
         (
             "a.jsonl",
             '\ufeff{"text": "\u4f60"}\n\n{"text": "b"}\n'.encode("utf-16-le"),
-            [("\u4f60", None), ("b", None)],
+            [("\u4f60", None), ("b", None)]
         ),
         (
             "a.json",
             b'\xef\xbb\xbf [{"text": "a", "id": 1.10},\n {"text": "b]"}\n]\n',
-            [("a", "1.10"), ("b]", None)],
+            [("a", "1.10"), ("b]", None)]
         ),
-        ("a.jsonl", b'["first", "second"]', [("first", None), ("second", None)]),
         ("a.json", '\ufeff[\r\n"\u00e9"]'.encode("utf-16-be"), [("\u00e9", None)]),
-        ("a.json.gz", gzip.compress(b'[{"text": "a"}]'), [("a", None)]),
+        ("a.json.gz", gzip.compress(b'[{"text": "a"}]'), [("a", None)])
     ]
 
     def test_every_kind_of_input_is_read(self):
         for name, content, expected in self.GOOD:
             with self.subTest(content=content):
-                self.assertEqual(self.texts(self.write(name, content)), expected)
+                found = self.texts(self.write(name, content))
+                self.assertEqual(found, list(map(tuple, expected)))
 
-    BAD = [
-        ("a.jsonl", b'{"text":"a"}\n\n   \n{"text":"b"}\n{"text":\n', 5, "not JSON"),
-        ("a.jsonl", b'{"text":"a"},\n', 1, "no commas between them"),
+    BAD = [(name, content.encode(), *more) for name, content, *more in json_lines(r'''
+["a.jsonl", "{\"text\":\"a\"}\n\n   \n{\"text\":\"b\"}\n{\"text\":\n", 5, "not JSON"]
+["a.jsonl", "{\"text\":\"a\"},\n", 1, "no commas between them"]
+["a.jsonl", "{\"text\":\"a\\u0000b\"}\n", 1, "NUL"]
+["a.jsonl", "{\"text\":\"half \\ud835 char\"}\n", 1, "lone surrogate"]
+["a.jsonl", "{\"text\":\"a\",\"id\":\"\\ud835\"}\n", 1, "the id in field"]
+["a.jsonl", "{\"text\":\"  \\u3000 \"}\n", 1, "blank text"]
+["a.jsonl", "{\"text\":\"a\"}\n{\"body\":\"b\"}\n", 2, "no field \"text\"; it has \"body\""]
+["a.jsonl", "{\"text\":5}\n", 1, "is a number; it must be a string"]
+["a.jsonl", "{\"text\":1.5}\n", 1, "is a number; it must be a string"]
+["a.jsonl", "{\"text\":null}\n", 1, "is null"]
+["a.jsonl", "{\"text\":\"a\",\"text\":\"b\"}\n", 1, "\"text\" is given twice"]
+["a.jsonl", "{\"text\":\"a\",\"n\":NaN}\n", 1, "NaN is not JSON"]
+["a.json", "[{\"text\":\"a\"},\n\n[1]]", 3, "a list; write an object"]
+["a.jsonl", "{\"text\":\"a\"}\n\"b\"\n", 2, "a string; write"]
+["a.jsonl", "\"a\"\n{\"text\":\"b\"}\n", 2, "an object; write"]
+["a.jsonl", "7\n", 1, "a number; write"]
+["a.jsonl", "{\"text\":\"a\",\"id\":[1]}\n", 1, "a list; it must be a scalar"]
+["a.csv", "id,text\n1,a,b\n", 2, "3 cells under a header of 2 (\"id,text\"); "]
+["a.csv", "id,text\n1\n", 2, "1 cells under a header of 2"]
+["a.csv", "id,text\n1,a\u0000b\n", 2, "NUL"]
+["a.csv", "id,text\n\"1\"x,a\n", 2, "close or double"]
+["a.txt", "fine\na\u0000b\n", 2, "NUL"]''')] + [
         ("a.jsonl", b'{"text":"a"}\n{"text":"\xff"}\n', 2, "invalid UTF-8"),
-        ("a.jsonl", b'{"text":"a\\u0000b"}\n', 1, "NUL"),
-        ("a.jsonl", b'{"text":"half \\ud835 char"}\n', 1, "lone surrogate"),
-        ("a.jsonl", b'{"text":"a","id":"\\ud835"}\n', 1, "the id in field"),
-        ("a.jsonl", b'{"text":"  \\u3000 "}\n', 1, "blank text"),
-        ("a.jsonl", b'{"text":"a"}\n{"body":"b"}\n', 2, 'no field "text"; it has "body"'),
-        ("a.jsonl", b'{"text":5}\n', 1, "is a number; it must be a string"),
-        ("a.jsonl", b'{"text":1.5}\n', 1, "is a number; it must be a string"),
-        ("a.jsonl", b'{"text":null}\n', 1, "is null"),
-        ("a.jsonl", b'{"text":"a","text":"b"}\n', 1, '"text" is given twice'),
-        ("a.jsonl", b'{"text":"a","n":NaN}\n', 1, "NaN is not JSON"),
         (
             "a.json",
             b'[{"text":"a"},\n\n{"text":\n7}, "b", 8\n,\n{"text": "c"}]',
             3,
-            "is a number; it must be a string",
+            "is a number; it must be a string"
         ),
-        ("a.json", b'[{"text":"a"},\n\n[1]]', 3, "a list; write an object"),
         (
             "a.jsonl",
             b'{"text":{"0":"a","1":"b"}}\n',
             1,
             'it must be a string: write one row a line, in pandas with to_json("items.jsonl", '
-            'orient="records", lines=True)',
+            'orient="records", lines=True)'
         ),
-        ("a.jsonl", b'{"text":"a"}\n"b"\n', 2, "a string; write"),
-        ("a.jsonl", b'"a"\n{"text":"b"}\n', 2, "an object; write"),
-        ("a.jsonl", b'7\n', 1, "a number; write"),
-        ("a.jsonl", b'{"text":"a","id":[1]}\n', 1, "a list; it must be a scalar"),
-        ("a.csv", b'id,text\n1,a,b\n', 2, '3 cells under a header of 2 ("id,text"); '),
         (
             "a.csv",
             b'Export of Tool 4.2\nid,text\n',
             2,
             '2 cells under a header of 1 ("Export of Tool 4.2"); quote delimiters in cells, or delete '
-            'what stands above the header',
+            'what stands above the header'
         ),
-        ("a.csv", b'id,text\n1\n', 2, "1 cells under a header of 2"),
-        ("a.csv", b'id,text\n1,a\x00b\n', 2, "NUL"),
         ("a.csv", b'id,text\n1,a\xffb\n', 2, "invalid UTF-8"),
-        ("a.csv", b'id,text\n"1"x,a\n', 2, "close or double"),
-        ("a.txt", b'fine\na\x00b\n', 2, "NUL"),
-        ("a.txt", b'fine\n\xe8\xb4\n', 2, "invalid UTF-8"),
+        ("a.txt", b'fine\n\xe8\xb4\n', 2, "invalid UTF-8")
     ]
 
     def said(self, name, content, *more):
@@ -380,7 +374,7 @@ class Items(Case):
             (
                 "a.xlsx",
                 b"PK\3\4....[Content_Types].xml",
-                "an Excel workbook; save the sheet as CSV",
+                "an Excel workbook; save the sheet as CSV"
             ),
             ("a.csv", b"PK\3\4...xl/workbook.xml", "an Excel workbook; "),
             ("a.zip", b"PK\3\4...a.csv", "a zip archive; unpack it"),
@@ -389,21 +383,21 @@ class Items(Case):
                 "a.parquet",
                 b"PAR1\x15",
                 "a Parquet file; write it as JSONL, in pandas with "
-                'read_parquet(FILE).to_json("items.jsonl", orient="records", lines=True)',
+                'read_parquet(FILE).to_json("items.jsonl", orient="records", lines=True)'
             ),
             (
                 "a.dat",
                 b"SQLite format 3\0",
-                "an SQLite database; add --input-format sqlite, and --table",
+                "an SQLite database; add --input-format sqlite, and --table"
             ),
             ("a.jsonl", b"\xfd7zXZ\0", "compressed and not by gzip; "),
             (
                 "a.jsonl",
                 text.encode("utf-16-le"),
-                "in UTF-16 without a byte order mark, or no text",
+                "in UTF-16 without a byte order mark, or no text"
             ),
             ("a.csv", "id,text\n1,a\n".encode("utf-16-be"), "iconv -f UTF-16LE "),
-            ("a.csv", "id,text\n1,\u4e00\u8d77\n".encode("utf-16-le"), "iconv -f UTF-16LE "),
+            ("a.csv", "id,text\n1,\u4e00\u8d77\n".encode("utf-16-le"), "iconv -f UTF-16LE ")
         ):
             with self.subTest(words=words):
                 err = self.said(name, content)
@@ -419,7 +413,7 @@ class Items(Case):
             ("a.txt", b"\n \n"),
             ("a.csv", b"id,text\n"),
             ("a.json", b"[ ]"),
-            ("a.csv.gz", gzip.compress(b"")),
+            ("a.csv.gz", gzip.compress(b""))
         ):
             self.assertIn("%s: it holds no rows" % name, self.said(name, content))
         self.write("one.jsonl", '"a"\n')
@@ -436,21 +430,21 @@ class Items(Case):
                 rows,
                 "text",
                 'a.jsonl:1: no field "text"; it has "id", "Text", "note": name '
-                'the text with --text-field "Text"',
+                'the text with --text-field "Text"'
             ),
             (
                 "a.csv",
                 "id;Wort, frei;x\n" + "1;x;y\n" * 99,
                 "gibt's nicht",
-                'it has "id", "Wort, frei", "x": name the text with --text-field \n',
+                'it has "id", "Wort, frei", "x": name the text with --text-field \n'
             ),
             ("b.csv", "id;Kommentar\n" + "1;x\n" * 99, "komentar", '--text-field "Kommentar"'),
             (
                 "a.json",
                 '[{"id": 1, "data": {"text": "a"}}]',
                 "text",
-                'it has "id", "data", "data.text": name the text with --text-field "data.text"',
-            ),
+                'it has "id", "data", "data.text": name the text with --text-field "data.text"'
+            )
         ):
             err = self.said(name, content, "--text-field", wanted)
             self.assertEqual(len(err.splitlines()), 1, err)
@@ -460,7 +454,7 @@ class Items(Case):
         self.write(
             "a.jsonl",
             '{"data": {"text": "inner", "n": {"id": 7}}}\n'
-            '{"data.text": "outer", "data": {"text": "inner"}}\n{"data": "x"}\n',
+            '{"data.text": "outer", "data": {"text": "inner"}}\n{"data": "x"}\n'
         )
         for more, keys in (({}, (None, None)), ({"id_field": "data.n.id"}, ("7",))):
             found = self.texts("a.jsonl", text_field="data.text", **more)
@@ -476,7 +470,7 @@ class Items(Case):
             "\u00e9",
             {"text": "x,]", "n": [[], {}, None, True, "1.5"]},
             {},
-            "c" * 60,
+            "c" * 60
         ]
         for _ in range(200):
             values = dice.choices(pool, k=dice.randint(1, 9))
@@ -502,7 +496,7 @@ class Items(Case):
             (b'["a"\n"b"]', 2, "no comma"),
             (b'[' * 100000, 1, "nested too deep"),
             (b'["a",\n{"x": nope}]', 2, "Expecting value"),
-            (b'["a",\n{"x":1,"x":2}]', 2, 'the key "x" is given twice'),
+            (b'["a",\n{"x":1,"x":2}]', 2, 'the key "x" is given twice')
         ):
             self.write("a.jsonl", content)
             for more in ([], ["--skip-bad"]):
@@ -520,7 +514,7 @@ class Items(Case):
             ("a.txt", "hello\n", ["--template", "$x"], "a plain text has no fields"),
             ("a.txt", "hello\n", ["--id-field", "x"], "a plain text has no fields"),
             ("a.jsonl", 'null\n{"text":"a"}\n{"text":"b"}\n', [], "1 bad rows in"),
-            ("a.jsonl", '{"text": 5}\n' * 33, [], r"33 bad rows in a.jsonl \(20 shown\)"),
+            ("a.jsonl", '{"text": 5}\n' * 33, [], r"33 bad rows in a.jsonl \(20 shown\)")
         ):
             err = self.said(name, content, *more)
             self.assertRegex(err, words)
@@ -540,7 +534,8 @@ class Items(Case):
             for line in self.main("export", "--input", "a.jsonl", "--skip-bad")[1].splitlines()
         ]
         self.assertEqual(self.main("export", "--input", "a.jsonl")[0], 2)
-        self.assertEqual([row["status"] for row in rows], ["answered", "skipped", "answered"])
+        self.assertEqual([row["harness"]["status"] for row in rows],
+                         ["answered", "skipped", "answered"])
         self.assertEqual(self.rows("runs/ledger.jsonl", "run")[0]["skipped"], 1)
 
     def test_what_cannot_be_read_at_all_is_refused(self):
@@ -555,7 +550,7 @@ class Items(Case):
             ["cut.jsonl.gz"],
             ["folder.jsonl"],
             ["twice.csv", "--table", "t"],
-            ["twice.csv", "--input-format", "sqlite", "--table", "t"],
+            ["twice.csv", "--input-format", "sqlite", "--table", "t"]
         ):
             with self.subTest(words=words):
                 self.refused("--model", "demo", "--input", *words)
@@ -570,25 +565,12 @@ class Items(Case):
         base.close()
         self.assertEqual(
             self.texts("a.db", query='SELECT id, body AS text FROM posts WHERE id < 10'),
-            [("b", "8"), ("c", "9")],
+            [("b", "8"), ("c", "9")]
         )
         self.assertIn("it has posts", self.refused("--input", "a.db", "--model", "demo"))
         self.refused("--input", "a.db", "--table", "nothing", "--model", "demo")
-        self.assertEqual(
-            self.main(
-                "--input",
-                "a.db",
-                "--table",
-                "posts",
-                "--text-field",
-                "body",
-                "--model",
-                "demo",
-                "--workers",
-                "1",
-            )[0],
-            0,
-        )
+        words = "--input a.db --table posts --text-field body --model demo --workers 1"
+        self.assertEqual(self.main(*words.split())[0], 0)
         self.assertEqual(self.rows("runs/ledger.jsonl")[0]["sources"], [2**62])
 
     def test_a_blob_or_a_broken_text_in_a_table_is_a_bad_row(self):
@@ -610,7 +592,7 @@ class Items(Case):
             "SELECT 1; SELECT 2",
             "SELECT \udcff",
             "SELECT nothing",
-            "SELECT text, text FROM t",
+            "SELECT text, text FROM t"
         ):
             self.refused("--input", "a.db", "--query", query, "--model", "demo")
         self.assertEqual(
@@ -622,7 +604,7 @@ class Items(Case):
             "%s %s --input - --model demo <&-"
             % (shlex.quote(sys.executable), shlex.quote(PROGRAM)),
             shell=True,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.PIPE
         )
         self.assertEqual(run.returncode, 2)
         self.assertNotIn(b"Traceback", run.stderr)
@@ -632,7 +614,7 @@ class Items(Case):
         run = subprocess.run(
             [sys.executable, PROGRAM, "--input", "-", "--model", "demo"],
             input=content,
-            capture_output=True,
+            capture_output=True
         )
         self.assertIn(b"2 of 2 items answered", run.stdout, run.stderr)
         if hasattr(os, "mkfifo"):
@@ -654,62 +636,37 @@ class Items(Case):
         )
 
     def test_the_callers_keys_are_spelled_back_exactly(self):
-        keys = [
-            "1",
-            "1.10",
-            "1e5",
-            "-0",
-            '"A-9"',
-            "true",
-            "null",
-            "12345678901234567890",
-            '"\u00e9\\n"',
-            "-1.0E+2",
-            '"7"',
-        ]
+        typed = '1 1.10 1e5 -0 "A-9" true null 12345678901234567890 "\u00e9\\n" -1.0E+2 "7"'
+        keys = typed.split()
         self.write(
             "a.jsonl",
-            "".join('{"key": %s, "text": "t%d"}\n' % (key, n) for n, key in enumerate(keys)),
+            "".join('{"key": %s, "text": "t%d"}\n' % (key, n) for n, key in enumerate(keys))
         )
         self.assertEqual(
             self.main("--input", "a.jsonl", "--id-field", "key", "--model", "demo")[0], 0
         )
         out = self.main("export", "--input", "a.jsonl", "--id-field", "key")[1]
         self.assertEqual(
-            [re.search(r'"id": (.*?), "item"', line).group(1) for line in out.splitlines()], keys
+            [re.search(r'{"key": (.*?), "text"', line).group(1) for line in out.splitlines()], keys
         )
         self.main("export", "--input", "a.jsonl", "--id-field", "key", "--output", "a.csv")
         with open("a.csv", encoding="utf-8", newline="") as file:
-            cells = [row["id"] for row in csv.DictReader(file)]
-        self.assertEqual(
-            cells,
-            [
-                "1",
-                "1.10",
-                "1e5",
-                "-0",
-                "A-9",
-                "true",
-                "",
-                "12345678901234567890",
-                "\u00e9\n",
-                "-1.0E+2",
-                "7",
-            ],
-        )
+            cells = [row["key"] for row in csv.DictReader(file)]
+        shown = "1|1.10|1e5|-0|A-9|true||12345678901234567890|\u00e9\n|-1.0E+2|7"
+        self.assertEqual("|".join(cells), shown)
 
     def test_keys_that_python_cannot_hold_reach_the_ledger_as_they_are_spelled(self):
         keys = ["1e400", "7" * 5000, "1.10", "1.5", "12", '"x"']
         self.write(
             "a.jsonl",
-            "".join('{"id": %s, "text": "t%d"}\n' % (key, n) for n, key in enumerate(keys)),
+            "".join('{"id": %s, "text": "t%d"}\n' % (key, n) for n, key in enumerate(keys))
         )
         self.assertEqual(
             self.main("--input", "a.jsonl", "--model", "demo", "--batch-size", "6")[0], 0
         )
         self.assertEqual(
             self.rows("runs/ledger.jsonl")[0]["sources"],
-            ["1e400", "7" * 5000, "1.10", 1.5, 12, "x"],
+            ["1e400", "7" * 5000, "1.10", 1.5, 12, "x"]
         )
 
     def test_two_texts_under_one_id_are_refused_naming_both_lines(self):
@@ -744,12 +701,8 @@ class Items(Case):
         self.main("--input", "items.jsonl", "--model", "demo")
         code, out, _ = self.main("--input", "items.jsonl", "--model", "demo", "--id-length", "20")
         self.assertIn("nothing to do: 5 of 5", out)
-        rows = [
-            json.loads(line)
-            for line in self.main("export", "--input", "items.jsonl", "--id-length", "20")[
-                1
-            ].splitlines()
-        ]
+        words = "export --input items.jsonl --id-length 20 --columns provenance"
+        rows = [json.loads(line)["harness"] for line in self.main(*words.split())[1].splitlines()]
         self.assertEqual({(row["status"], len(row["item"])) for row in rows}, {("answered", 20)})
 
 
@@ -758,45 +711,33 @@ class Items(Case):
 # ==================================================================================================
 
 class Tasks(Case):
-    VALUES = [  # schema, values that obey it, values that break it
-        ({"type": "integer"}, [0, -3, 2.0, 10**30], [1.5, True, "1", None, [], {}]),
-        ({"type": "number"}, [1, 1.5], [False, "1"]),
-        ({"type": "boolean"}, [True, False], [0, 1, "true"]),
-        ({"type": ["string", "null"]}, ["a", None], [1]),
-        ({"type": "array", "items": {"type": "string"}}, [[], ["a"]], [["a", 1], "a", {"0": "a"}]),
-        (
-            {"enum": ["a", 1, None, [False]]},
-            ["a", 1, 1.0, None, [False]],
-            ["A", "1", True, [0], False],
-        ),
-        ({"const": {"a": [1]}}, [{"a": [1]}, {"a": [1.0]}], [{"a": [True]}, {"a": []}, {}]),
-        (
-            {"minLength": 2, "maxLength": 3},
-            ["ab", "abc", "\U0001f600\U0001f600", 5],
-            ["a", "abcd", "\U0001f600"],
-        ),
-        ({"pattern": "^a*$"}, ["aaa", "", 5], ["aaa\n", "b"]),
-        ({"pattern": r"^\d+$"}, ["12"], ["\u0661", "1a"]),
-        ({"pattern": r"^[\d$]+\w$"}, ["1$a"], ["1$\u00e9"]),
-        ({"minimum": 0, "maximum": 1}, [0, 1, 0.5, "x"], [-0.1, 1.1, 10**400]),
-        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1]),
-        (
-            {"items": {"minimum": 2}, "minItems": 1, "maxItems": 2},
-            [[2], [2, 3], "x"],
-            [[], [1], [2, 2, 2]],
-        ),
-        (
-            {"uniqueItems": True},
-            [[1, True, "1"], [[1], [True]], "aa"],
-            [[1, 1.0], [{"a": 1, "b": 2}, {"b": 2, "a": 1.0}]],
-        ),
-        ({"uniqueItems": False}, [[1, 1]], []),
-        ({"items": False}, [[]], [[1]]),
-        (True, [1], []),
-        (False, [], [1]),
-    ]
+    # schema, values that obey it, values that break it
+    VALUES = json_lines(r'''
+[{"type": "integer"}, [0, -3, 2.0, 1000000000000000000000000000000], [1.5, true, "1", null, [], {}]]
+[{"type": "number"}, [1, 1.5], [false, "1"]]
+[{"type": "boolean"}, [true, false], [0, 1, "true"]]
+[{"type": ["string", "null"]}, ["a", null], [1]]
+[{"type": "array", "items": {"type": "string"}}, [[], ["a"]], [["a", 1], "a", {"0": "a"}]]
+[{"enum": ["a", 1, null, [false]]}, ["a", 1, 1.0, null, [false]], ["A", "1", true, [0], false]]
+[{"const": {"a": [1]}}, [{"a": [1]}, {"a": [1.0]}], [{"a": [true]}, {"a": []}, {}]]
+[{"minLength": 2, "maxLength": 3}, ["ab", "abc", "\ud83d\ude00\ud83d\ude00", 5], ["a", "abcd"]]
+[{"minLength": 2}, [], ["\ud83d\ude00"]]
+[{"pattern": "^a*$"}, ["aaa", "", 5], ["aaa\n", "b"]]
+[{"pattern": "^\\d+$"}, ["12"], ["\u0661", "1a"]]
+[{"pattern": "^[\\d$]+\\w$"}, ["1$a"], ["1$\u00e9"]]
+[{"minimum": 0, "maximum": 1}, [0, 1, 0.5, "x"], [-0.1, 1.1, 99999999999999999999999999999999]]
+[{"exclusiveMinimum": 0, "exclusiveMaximum": 1}, [0.5], [0, 1]]
+[{"items": {"minimum": 2}, "minItems": 1, "maxItems": 2}, [[2], [2, 3], "x"], [[], [1], [2, 2, 2]]]
+[{"uniqueItems": true}, [[1, true, "1"], [[1], [true]], "aa"], [[1, 1.0]]]
+[{"uniqueItems": true}, [], [[{"a": 1, "b": 2}, {"b": 2, "a": 1.0}]]]
+[{"uniqueItems": false}, [[1, 1]], []]
+[{"items": false}, [[]], [[1]]]
+[{"title": "A", "description": "B"}, [1, "a"], []]
+[true, [1], []]
+[false, [], [1]]''')
 
     def test_values_are_judged_as_json_schema_says(self):
+        self.assertEqual(bh.broken_rule({"maximum": 1}, 10**400), "maximum")
         for schema, good, bad in self.VALUES:
             bh.check_schema(schema, "x")
             for value in good:
@@ -805,138 +746,96 @@ class Tasks(Case):
                 self.assertIsNotNone(bh.broken_rule(schema, value), (schema, value))
 
     def test_what_is_not_checked_is_refused_at_load(self):
-        for schema in (
-            {"format": "date"},
-            {"title": "x"},
-            {"multipleOf": 2},
-            {"anyOf": []},
-            {"properties": {}},
-            {"items": {"format": "date"}},
-            {"type": "text"},
-            {"type": []},
-            {"type": [1]},
-            {"enum": []},
-            {"enum": "ab"},
-            {"minLength": -1},
-            {"minLength": "1"},
-            {"maxItems": 1.5},
-            {"pattern": "("},
-            {"pattern": 5},
-            {"pattern": r"\p{Greek}"},
-            {"minimum": "0"},
-            {"minimum": True},
-            {"uniqueItems": 1},
-            {"items": []},
-            "string",
-            None,
-            {"$schema": "https://json-schema.org/draft-07/schema"},
-            {"enum": ["a", " "]},
-        ):
+        for schema in json_lines(r'''
+{"format": "date"}
+{"title": 5}
+{"description": ["x"]}
+{"multipleOf": 2}
+{"anyOf": []}
+{"properties": {}}
+{"items": {"format": "date"}}
+{"type": "text"}
+{"type": []}
+{"type": [1]}
+{"enum": []}
+{"enum": "ab"}
+{"minLength": -1}
+{"minLength": "1"}
+{"maxItems": 1.5}
+{"pattern": "("}
+{"pattern": 5}
+{"pattern": "\\p{Greek}"}
+{"minimum": "0"}
+{"minimum": true}
+{"uniqueItems": 1}
+{"items": []}
+"string"
+null
+{"$schema": "https://json-schema.org/draft-07/schema"}
+{"enum": ["a", " "]}'''):
             with self.subTest(schema=schema), self.assertRaises(bh.HarnessError):
                 bh.load_task({"fields": {"answer": schema}})
 
     def test_a_task_that_cannot_be_meant_is_refused(self):
-        for wrong in (
-            {"fields": {}},
-            {"fields": []},
-            {"fields": {"id": {}}},
-            {"fields": {"rubric_version": {}}},
-            {"fields": {" ": {}}},
-            {"instruction": " "},
-            {"instruction": 5},
-            {"stage": ""},
-            {"rubric_version": "1"},
-            {"rubric_version": True},
-            {"rubric_version": 1.0},
-            {"labels": ["a"]},
-            {"instruction": "\ud800"},
-        ):
+        for wrong in json_lines(r'''
+{"fields": {}}
+{"fields": []}
+{"fields": {"id": {}}}
+{"fields": {"rubric_version": {}}}
+{"fields": {" ": {}}}
+{"instruction": " "}
+{"instruction": 5}
+{"stage": ""}
+{"rubric_version": "1"}
+{"rubric_version": true}
+{"rubric_version": 1.0}
+{"labels": ["a"]}
+{"examples": {"a": "good"}}
+{"examples": []}
+{"examples": null}
+{"instruction": "\ud800"}'''):
             with self.subTest(wrong=wrong), self.assertRaises(bh.HarnessError):
                 bh.load_task(wrong)
 
     def test_a_pattern_means_what_ecma_262_says_or_is_refused(self):
-        for pattern, good, bad in (
-            (r"^\D$", "\u0663", "3"),
-            (r"\bé", " aé", "é"),
-            (r"^.$", "a", "\u2028"),
-            (r"^.$", "a", "\n"),
-            (r"^[\D]$", "\u0663", "3"),
-            (r"^\w$", "a", "é"),
-            (r"^\s[\s\d]$", "\u3000\ufeff", "a1"),
-            (r"^\S[^\s]$", "é1", "\u2003a"),
-            ("^[&~|$.]+$", "&~|$.", "a"),
-            (r"^[^\d]$", "a", "1"),
-            (r"^(?:a|b){2,3}?$", "ab", "a"),
-            (r"\u4e00|\x41\.", "A.", "AA"),
-        ):
+        for pattern, good, bad in json_lines(r'''
+["^\\D$", "\u0663", "3"]
+["\\b\u00e9", " a\u00e9", "\u00e9"]
+["^.$", "a", "\u2028"]
+["^.$", "a", "\n"]
+["^[\\D]$", "\u0663", "3"]
+["^\\w$", "a", "\u00e9"]
+["^\\s[\\s\\d]$", "\u3000\ufeff", "a1"]
+["^\\S[^\\s]$", "\u00e91", "\u2003a"]
+["^[&~|$.]+$", "&~|$.", "a"]
+["^[^\\d]$", "a", "1"]
+["^(?:a|b){2,3}?$", "ab", "a"]
+["\\u4e00|\\x41\\.", "A.", "AA"]'''):
             bh.check_schema({"pattern": pattern}, "x")
             found = [bh.broken_rule({"pattern": pattern}, text) for text in (good, bad)]
             self.assertEqual(found, [None, "pattern"], pattern)
-        for pattern in (
-            r"[\S]",
-            r"[\s-z]",
-            r"[\s-\uffff]",
-            r"\ud83d",
-            r"\p{L}",
-            "[]a]",
-            "[^]",
-            r"\Aa",
-            "a{,2}",
-            r"(a)|\1b",
-            "(?i)a",
-            "(?P<n>a)",
-            "(?<n>a)",
-            "a*+",
-            "a{2}+",
-            r"a\Z",
-            "(",
-            "[a",
-            "a\\",
-            r"\p{Greek}",
-            r"\cA",
-            r"\0",
-            "[+--]",
-            "[[a]",
-        ):
+        unlike = r'''
+            [\S] [\s-z] [\s-\uffff] \ud83d \p{L} []a] [^] \Aa a{,2} (a)|\1b (?i)a (?P<n>a) (?<n>a)
+            a*+ a{2}+ a\Z ( [a a\ \p{Greek} \cA \0 [+--] [[a]'''
+        for pattern in unlike.split():
             with self.subTest(pattern=pattern), self.assertRaises(bh.HarnessError):
                 bh.check_schema({"pattern": pattern}, "x")
 
     def test_a_pattern_that_could_take_for_ever_is_refused_at_load(self):
-        for pattern in (
-            "^(a+)+$",
-            "(a*)*",
-            "(a+|b)*",
-            r"^(\w+b?)+$",
-            "(?:a{1,}){2,}",
-            r"(\d{1,3},?)+",
-            "(a+){20}",
-            "((a+)b)*",
-            "(a|(b|c*))+",
-            "(?=(a+)+$)a",
-            "(a{0,9999}){0,9999}",
-            "(a{2,}?)+?",
-            "(a{1,5}){1,20}",
-            "((a{1,3}){3}){9}",
-            "(a{1,3}){999999999}",
-            "(a{1,%s})" % ("9" * 500),
-        ):
+        endless = r'''
+            ^(a+)+$ (a*)* (a+|b)* ^(\w+b?)+$ (?:a{1,}){2,} (\d{1,3},?)+ (a+){20} ((a+)b)*
+            (a|(b|c*))+ (?=(a+)+$)a (a{0,9999}){0,9999} (a{2,}?)+? (a{1,5}){1,20} ((a{1,3}){3}){9}
+            (a{1,3}){999999999} (a{1,'''
+        for pattern in (endless + "9" * 500 + "})").split():
             field = {"type": "array", "items": {"pattern": pattern}}
             with self.subTest(pattern=pattern[:30]), self.assertRaisesRegex(
                 bh.HarnessError, "repeats nothing inside a repeated group"
             ):
                 bh.load_task({"fields": {"answer": field}})
-        for pattern in (
-            r"^(\d{1,3}\.){3}\d{1,3}$",
-            "^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$",
-            "^(good|bad)*$",
-            "(a+)?b",
-            "^(?:[A-Z]{2}-)+$",
-            "(a+)(b+)",
-            "(ab?)*",
-            r"(\(+\)+)(?:[*+]-){2,}",
-            r"^(?!x).+$",
-            "((a))*",
-        ):
+        ending = r'''
+            ^(\d{1,3}\.){3}\d{1,3}$ ^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$ ^(good|bad)*$ (a+)?b
+            ^(?:[A-Z]{2}-)+$ (a+)(b+) (ab?)* (\(+\)+)(?:[*+]-){2,} ^(?!x).+$ ((a))*'''
+        for pattern in ending.split():
             bh.check_schema({"pattern": pattern}, "x")
 
     def test_what_could_not_be_written_down_is_no_task(self):
@@ -952,7 +851,7 @@ class Tasks(Case):
             {"enum": [{1, 2}]},
             {"const": object()},
             {"enum": [deep]},
-            {"items": deep},
+            {"items": deep}
         ):
             with self.assertRaises(bh.HarnessError):
                 bh.load_task({"fields": {"answer": schema}})
@@ -967,7 +866,7 @@ class Tasks(Case):
             b'{"fields": {"a": {}}, "fields": {}}',
             b"\xff",
             b'{"instruction": NaN}',
-            b'{"fields": {"a": {"maximum": 0.1000000000000000001}}}',
+            b'{"fields": {"a": {"maximum": 0.1000000000000000001}}}'
         ):
             self.refused(
                 "--input",
@@ -975,37 +874,119 @@ class Tasks(Case):
                 "--model",
                 "demo",
                 "--task",
-                self.write("task.json", content),
+                self.write("task.json", content)
             )
         self.refused("--input", "items.jsonl", "--model", "demo", "--task", "none.json")
         self.write("task.json", '{"fields": {"a": {"type": "string"}}}')
         self.refused(
             "--input", "items.jsonl", "--model", "demo", "--task", "task.json", "--labels", "a,b"
         )
-        for labels in ("a,,b", "a,a", ""):
-            self.refused("--input", "items.jsonl", "--model", "demo", "--labels", labels)
+
+    ASK = ("--input", "items.jsonl", "--model", "demo")
+
+    def asked(self, *words):
+        """The task that a dry run would ask."""
+        with mock.patch.object(bh, "load_task", side_effect=bh.load_task) as loaded:
+            code, out, err = self.main(*self.ASK, *words, "--dry-run")
+        self.assertEqual(code, 0, err)
+        task = bh.load_task(*loaded.call_args[0])
+        self.assertTrue(out.startswith(task.instruction + "\n"))
+        return task
+
+    def test_an_instruction_may_stand_in_a_file(self):
+        self.items_file(1)
+        for content in (b"Judge.\nTwice.", b"\xef\xbb\xbf \n Judge.\r\nTwice. \n\n"):
+            self.write("ask me.txt", content)
+            for words in (["--instruction", "@ask me.txt"], ["--instruction-file", "ask me.txt"]):
+                self.assertEqual(self.asked(*words).instruction, "Judge.\nTwice.")
+        self.assertEqual(self.asked("--instruction", "@@bob: who?").instruction, "@bob: who?")
+        self.write("empty.txt", "\ufeff \n")
+        self.write("latin.txt", b"J\xfcdge")
+        for name, words in (("none.txt", "No such file"), ("", "No such file"), (".", "directory"),
+                            ("empty.txt", "is empty"), ("latin.txt", "decode byte")):
+            for typed in (["--instruction", "@" + name], ["--instruction-file", name]):
+                self.assertIn(words, self.refused(*self.ASK, *typed))
+        for option in ("--instruction", "--task"):
+            self.refused(*self.ASK, option, "x", "--instruction-file", "ask me.txt")
+
+    def test_labels_are_one_row_of_csv(self):
+        self.items_file(1)
+        for typed, *labels in json_lines(r'''
+["a,b", "a", "b"]
+[" a , b ", "a", "b"]
+["\"so, so\",good", "so, so", "good"]
+["good, \"so, so\"", "good", "so, so"]
+["\"say \"\"so\"\"\",good", "say \"so\"", "good"]
+["5\" pipe,it's", "5\" pipe", "it's"]
+["\u662f\uff0c\u5bf9,\u5426", "\u662f\uff0c\u5bf9", "\u5426"]'''):
+            self.assertEqual(self.asked("--labels", typed).fields, {"answer": {"enum": labels}})
+        for typed, words in json_lines(r'''
+["a,,b", "blank"]
+["a,a", "repeated"]
+["a,\"a\"", "repeated"]
+["", "single"]
+["\"a, b\"", "single"]
+["\"a,b", "a quote is open"]
+["\u597d\uff0c\u574f", "\uff0c (U+FF0C) is no plain comma; write --labels \"\u597d,\u574f\""]
+["a\u3001b\uff0cc", "\u3001 (U+3001) is no plain comma; write --labels \"a,b,c\""]'''):
+            self.assertIn(words, self.refused(*self.ASK, "--labels", typed))
+
+    def test_examples_are_judged_at_load_by_the_tasks_own_schema(self):
+        def loaded(fields, *answers, **more):
+            examples = [{"text": "t", "answer": answer} for answer in answers]
+            return bh.load_task({"fields": fields, "examples": examples, **more})
+
+        one = LABELS.fields
+        two = {"mood": {"enum": ["up"]}, "n": {"minimum": 0}}
+        heads = [bh.prompt_head(loaded(one, good, "bad")) for good in ("good", {"answer": "good"})]
+        self.assertEqual(*heads)
+        loaded(two, {"n": 1, "mood": "up"}, rubric_version=2)
+        loaded({"mood": {}}, "bare", {"mood": "named"})
+        for name, answer, words in json_lines(r'''
+["one", "fine", "example-2: \"answer\" breaks enum: \"fine\" (bad value)"]
+["one", {"answer": "fine"}, "breaks enum"]
+["one", {"mood": "good"}, "(unknown field)"]
+["one", " ", "is blank"]
+["two", "up", "example-2: \"mood\", \"n\" (missing field)"]
+["two", {"mood": "up"}, "example-2: \"n\" (missing field)"]
+["two", {"mood": "up", "n": 1, "x": 1}, "example-2: \"x\" (unknown field)"]
+["two", {"mood": "up", "n": 1, "id": "x"}, "task: example-2: expected 2, got 2"]
+["two", {"mood": "up", "n": -1}, "example-2: \"n\" breaks minimum: -1"]'''):
+            fields, good = {"one": (one, "good"), "two": (two, {"mood": "up", "n": 1})}[name]
+            with self.assertRaises(bh.HarnessError) as caught:
+                loaded(fields, good, answer)
+            self.assertIn(words, str(caught.exception))
+        good = {"text": "a", "answer": "good"}
+        for wrong in ({}, "x", {"text": "a"}, dict(good, text=" "), dict(good, text=5),
+                      dict(good, note="")):
+            with self.assertRaisesRegex(bh.HarnessError, "^task: example 1 is .*; give"):
+                bh.load_task({"fields": one, "examples": [wrong]})
 
     def test_the_fingerprint_covers_what_changes_an_answer_and_nothing_else(self):
         base = {
             "stage": "s",
             "instruction": "i",
             "rubric_version": 1,
-            "fields": {"a": {"type": "string", "minLength": 1}, "b": {}},
+            "fields": {"a": {"type": "string", "minLength": 1}, "b": {}}
         }
         same = bh.load_task(
             dict(base, fields={"a": {"minLength": 1, "type": "string"}, "b": {}})
         ).fingerprint
         self.assertEqual(bh.load_task(base).fingerprint, same)
-        others = [
-            dict(base, stage="t"),
-            dict(base, instruction="j"),
-            dict(base, rubric_version=2),
-            dict(base, fields={"a": {"type": "string"}, "b": {}}),
-            dict(base, fields={"b": {}, "a": {"type": "string", "minLength": 1}}),
-        ]
+        others = [dict(base, **more) for more in json_lines('''
+{"stage": "t"}
+{"instruction": "j"}
+{"rubric_version": 2}
+{"fields": {"a": {"type": "string"}, "b": {}}}
+{"fields": {"b": {}, "a": {"type": "string", "minLength": 1}}}
+{"fields": {"a": {"type": "string", "minLength": 1}, "b": {"title": "B"}}}
+{"fields": {"a": {"type": "string", "minLength": 1}, "b": {"description": "B"}}}
+{"examples": [{"text": "t", "answer": {"a": "1", "b": 2}}]}
+{"examples": [{"text": "t", "answer": {"b": 2, "a": "1"}}]}
+{"examples": [{"text": "t", "answer": {"a": "1", "b": 3}}]}''')]
         prints = [bh.load_task(other).fingerprint for other in others] + [
             bh.load_task(base, "keyed").fingerprint,
-            same,
+            same
         ]
         self.assertEqual(len(set(prints)), len(prints))
         with mock.patch.object(bh, "PROMPT_FORM", 99):
@@ -1016,7 +997,10 @@ class Tasks(Case):
         task = bh.load_task(
             {"stage": "s", "rubric_version": 3, "fields": {"b": {"enum": [1, "\u4e00"]}, "a": {}}}
         )
-        self.assertEqual(bh.load_task(json.loads(json.dumps(task.document()))), task)
+        with_example = task._replace(examples=[{"text": " t", "answer": {"a": "x", "b": 1}}])
+        self.assertNotIn("examples", task.document())
+        for one in (task, bh.load_task(with_example.document())):
+            self.assertEqual(bh.load_task(json.loads(json.dumps(one.document()))), one)
 
 
 # ==================================================================================================
@@ -1041,7 +1025,7 @@ class Prompts(Case):
         "\u2028",
         "<</item>",
         "<item<item",
-        "\\<item",
+        "\\<item"
     ]
 
     def test_guarding_a_text_is_reversible_and_leaves_no_tag(self):
@@ -1063,7 +1047,7 @@ class Prompts(Case):
         prompt = bh.build_prompt(items, LABELS)
         self.assertEqual(
             [(name, bh.unguard(text)) for name, text in asked_in(prompt)],
-            [(item.id, item.text) for item in items],
+            [(item.id, item.text) for item in items]
         )
         self.assertEqual(len(re.findall("<item", prompt, re.I)), len(items))
         self.assertEqual(len(re.findall("</item", prompt, re.I)), len(items))
@@ -1082,7 +1066,7 @@ class Prompts(Case):
         task = bh.load_task(
             {
                 "rubric_version": 12,
-                "fields": {"mood": {"enum": ["up", "\u4e0b"]}, "score": {"type": "number"}},
+                "fields": {"mood": {"enum": ["up", "\u4e0b"]}, "score": {"type": "number"}}
             }
         )
         prompt = bh.build_prompt(made(1), task)
@@ -1090,9 +1074,89 @@ class Prompts(Case):
             '"mood": exactly one of "up", "\u4e0b"',
             '"rubric_version": the number 12',
             '"score"',
-            '{"type": "number"}',
+            '{"type": "number"}'
         ):
             self.assertIn(words, prompt)
+
+    RICH = {
+        "stage": "s", "instruction": " Judge\n", "rubric_version": 3,
+        "fields": {"mood": {"enum": ["up", "\u4e0b"]}, "score": {"type": "number", "minimum": 0},
+                   "why": {"type": "string"}}}
+    PAIR = [bh.Item("a </item>"), bh.Item("b")]
+
+    def test_a_task_without_examples_and_descriptions_keeps_prompt_and_fingerprint(self):
+        for task, known in (
+            (bh.load_task(self.RICH), "e348661e99c4 9791908159ec64a3c05991345c5b0193"),
+            (bh.load_task(self.RICH, "keyed"), "456b44fb34bd 1f22e6af9f379de002ac3713b0a2e90f"),
+            (bh.DEFAULT, "f563b678018c b0af941e9e73992f26b1d6e60f08b3be")
+        ):
+            digest = bh.prompt_digest(bh.build_prompt(self.PAIR, task))
+            self.assertEqual(" ".join([task.fingerprint, digest]), known)
+
+    def test_title_and_description_stand_beside_the_rule_and_are_none(self):
+        told = {"title": "Mood", "description": "how the author feels"}
+        for schema, words in (
+            ({"enum": ["up"], **told}, 'exactly "up" (Mood) (how the author feels)'),
+            ({"type": "string", "description": "why"}, "a string (why)"),
+            ({"title": "T", "minimum": 0}, 'a JSON value that fits the schema {"minimum": 0} (T)'),
+            (True, "a JSON value that fits the schema true")
+        ):
+            self.assertEqual(bh.describe(schema), words)
+        self.assertIsNone(bh.broken_rule({"enum": ["up"], **told}, "up"))
+
+    EXAMPLES = [
+        {"text": " a </item> ", "answer": {"mood": "up", "score": 1, "why": "<item> \u4e0b"}},
+        {"text": "zzz", "answer": {"why": "c", "score": 0.5, "mood": "\u4e0b"}}]
+
+    def test_examples_are_shown_in_the_replys_own_form_and_inside_the_same_tags(self):
+        for form, first, second in (
+            ("list", '[{"id": "example-1", "rubric_version": 3, "mood": "up"', '"example-2", "ru'),
+            ("keyed", '{"example-1": {"rubric_version": 3, "mood": "up"', '"example-2": {"rubric')
+        ):
+            task = bh.load_task(dict(self.RICH, examples=self.EXAMPLES), form)
+            prompt = bh.build_prompt(self.PAIR, task)
+            self.assertTrue(prompt.startswith(bh.prompt_head(task)))
+            self.assertEqual(re.findall('<item id="(.*?)">(.*?)</item>\n', prompt + "\n"), [
+                ("example-1", "a <\\/item>"), ("example-2", "zzz"),
+                *((item.id, bh.guard(item.text)) for item in self.PAIR)])
+            self.assertEqual(len(re.findall("</?item", prompt, re.I)), 8)
+            [reply] = [line for line in prompt.split("\n") if line.startswith(first)]
+            self.assertIn(second, reply)
+            known = [bh.Item(one["text"])._replace(id="example-%d" % n)
+                     for n, one in enumerate(self.EXAMPLES, 1)]
+            self.assertEqual(
+                list(bh.validate(known, reply, task).answers.values()),
+                [one["answer"] for one in self.EXAMPLES])
+
+    def test_an_examples_id_is_never_an_items_and_never_accepted(self):
+        for form in ("list", "keyed"):
+            task = bh.load_task(
+                dict(LABELS.document(), examples=[{"text": "b", "answer": "good"}]), form)
+            prompt = bh.build_prompt(self.PAIR, task)       # "b" is both an example and an item
+            self.assertEqual([text for _, text in asked_in(prompt)], ["a <\\/item>", "b"])
+            shown = re.search(r"reply is\n(.*)\n", prompt).group(1)
+            for items in (self.PAIR, self.PAIR[1:]):
+                verdict = bh.validate(items, shown, task)
+                self.assertEqual((verdict.code, verdict.extra), ("set_mismatch", ("example-1",)))
+                self.assertEqual(verdict.missing, tuple(sorted(item.id for item in items)))
+            if form == "list":
+                found = bh.run_batch(self.PAIR, reply_to_prompt, task)
+                self.assertEqual(set(found.answers), {item.id for item in self.PAIR})
+
+    def test_a_run_with_examples_is_rebuilt_by_audit_and_explain(self):
+        self.items_file(3)
+        task = dict(LABELS.document(), examples=[{"text": "text number 1", "answer": "good"}])
+        self.write("task.json", json.dumps(task))
+        words = [*Tasks.ASK, "--task", "task.json", "--batch-size", "2"]
+        _, dry, _ = self.main(*words, "--dry-run")
+        self.assertIn('<item id="example-1">text number 1</item>', dry)
+        for form in ([], ["--structured"]):
+            code, _, err = self.main(*words, *form, "--ledger", "l.jsonl")
+            self.assertEqual(code, 0, err)
+        code, out, err = self.main("audit", "--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out + err)
+        code, out, _ = self.main("explain", "0", "--ledger", "l.jsonl", "--input", "items.jsonl")
+        self.assertEqual((code, out.count("its hash agrees")), (0, 2))
 
 
 # ==================================================================================================
@@ -1162,7 +1226,7 @@ class Validation(Case):
             both("None"),
             GOOD.replace('"', "&quot;"),
             GOOD.replace('"id"', "\u201cid\u201d"),
-            (GOOD.replace("}, {", "}\n{")[1:-1], "text after"),
+            (GOOD.replace("}, {", "}\n{")[1:-1], "text after")
         ],
         "not_a_list": [
             (json.dumps(GOOD), "a string"),
@@ -1170,12 +1234,12 @@ class Validation(Case):
             '{%s: "good", %s: "bad"}' % (FIRST, SECOND),
             ("null", "null"),
             ("7", "a number"),
-            ("true", "a boolean"),
+            ("true", "a boolean")
         ],
         "not_an_object": [
             ("[" + GOOD + "]", "element 1 is a list"),
             (GOOD[:-1] + ", null]", "element 3 is null"),
-            (GOOD[:-1] + ', "x"]', "element 3"),
+            (GOOD[:-1] + ', "x"]', "element 3")
         ],
         "missing_id": [
             ('[{"answer": "good"}, {"answer": "bad"}]', "element 1"),
@@ -1184,12 +1248,12 @@ class Validation(Case):
             (GOOD.replace(FIRST, "true"), "a boolean"),
             (GOOD.replace(FIRST, "1.0"), "a number"),
             (GOOD.replace(FIRST, "[%s]" % FIRST), "a list"),
-            GOOD.replace('"id"', '"ID"'),
+            GOOD.replace('"id"', '"ID"')
         ],
         "duplicate_ids": [
             (GOOD.replace(B.id, A.id), A.id),
             (GOOD.replace(B.id, " " + A.id.upper()), A.id),
-            (GOOD[:-1] + ", " + GOOD[1:], A.id),
+            (GOOD[:-1] + ", " + GOOD[1:], A.id)
         ],
         "set_mismatch": [
             ("[]", "expected 2, got 0"),
@@ -1204,35 +1268,34 @@ class Validation(Case):
                     "id " + A.id,
                     "\uff10" + A.id[1:],
                     A.id[:3] + "\u200b" + A.id[3:],
-                    "",
+                    ""
                 )
-            ],
+            ]
         ],
         "unknown_field": [
             (both('"good", "why": "x"'), '"why"'),
-            (GOOD.replace("answer", "Answer", 1), '"Answer"'),
+            (GOOD.replace("answer", "Answer", 1), '"Answer"')
         ],
         "missing_field": [(GOOD.replace(', "answer": "bad"', ""), '"answer"')],
         "empty_answer": [(both('""'), '"answer" is blank'), both('" \\u3000"')],
         "bad_value": [
             (both(value), '"answer" breaks enum')
-            for value in (
-                '"Good"',
-                '"GOOD"',
-                '" good"',
-                '"good."',
-                '"good\\n"',
-                '"goo"',
-                '"yes"',
-                '"good (mostly)"',
-                '"good, bad"',
-                '["good"]',
-                "null",
-                "1",
-                "true",
-                '{"answer": "good"}',
-            )
-        ],
+            for value in r'''
+"Good"
+"GOOD"
+" good"
+"good."
+"good\n"
+"goo"
+"yes"
+"good (mostly)"
+"good, bad"
+["good"]
+null
+1
+true
+{"answer": "good"}'''.strip().split("\n")
+        ]
     }
 
     def test_every_reply_that_proves_less_is_refused_whole(self):
@@ -1255,8 +1318,8 @@ class Validation(Case):
             [
                 "```json\n" + GOOD + "\n```",
                 "```\n" + GOOD + "```",
-                "````JSON\r\n" + GOOD + "\r\n````",
-            ],
+                "````JSON\r\n" + GOOD + "\r\n````"
+            ]
         ),
         ("white_space fence", ["~~~json\n" + GOOD + "\n~~~\n"]),
         (
@@ -1272,17 +1335,17 @@ class Validation(Case):
                 ANALYSIS + "<|end|><|start|>assistant" + FINAL + GOOD,
                 FINAL + GOOD + "<|end|>",
                 "<|start|>assistant" + ANALYSIS + "<|end|><|start|>assistant"
-                "<|channel|>final <|constrain|>json<|message|>" + GOOD + "\n<|return|>",
-            ],
+                "<|channel|>final <|constrain|>json<|message|>" + GOOD + "\n<|return|>"
+            ]
         ),
         (
             "reasoning fence",
             [
                 "<think>x</think>\n```json\n" + GOOD + "\n```",
-                ANALYSIS + FINAL + "```\n" + GOOD + "\n```",
-            ],
+                ANALYSIS + FINAL + "```\n" + GOOD + "\n```"
+            ]
         ),
-        ("id_spelling", [GOOD.replace(A.id, A.id.upper()), GOOD.replace(A.id, " %s\\n" % A.id)]),
+        ("id_spelling", [GOOD.replace(A.id, A.id.upper()), GOOD.replace(A.id, " %s\\n" % A.id)])
     ]
 
     def test_only_the_declared_normalisations_are_made_and_each_is_noted(self):
@@ -1300,25 +1363,24 @@ class Validation(Case):
         one = '{"id": "%s", "answer": "good"}' % A.id
         self.assertEqual(
             bh.validate([A], one, LABELS),
-            bh.Verdict("ok", {A.id: "good"}, normalised=("bare_object",)),
+            bh.Verdict("ok", {A.id: "good"}, normalised=("bare_object",))
         )
         self.assertEqual(bh.validate([A, B], one, LABELS).code, "not_a_list")
 
     def test_an_id_of_digits_may_be_an_integer_and_never_a_float(self):
-        for spelled, code in (
-            ("123456789012", "ok"),
-            ("123456789012.0", "missing_id"),
-            ("1.23456789012e11", "missing_id"),
-            ("12345678901", "set_mismatch"),
-            ("-123456789012", "set_mismatch"),
-            ('"0123456789012"', "set_mismatch"),
-        ):
+        for spelled, code in json_lines(r'''
+["123456789012", "ok"]
+["123456789012.0", "missing_id"]
+["1.23456789012e11", "missing_id"]
+["12345678901", "set_mismatch"]
+["-123456789012", "set_mismatch"]
+["\"0123456789012\"", "set_mismatch"]'''):
             verdict = bh.validate([DIGITS], '[{"id": %s, "answer": "good"}]' % spelled, LABELS)
             self.assertEqual(verdict.code, code, spelled)
         leading = bh.Item._make(("x", "000412345678", "000412345678" + "0" * 52, None))
         self.assertEqual(
             bh.validate([leading], '[{"id": 412345678, "answer": "good"}]', LABELS).code,
-            "set_mismatch",
+            "set_mismatch"
         )
 
     def test_missing_and_extra_ids_are_named(self):
@@ -1348,43 +1410,40 @@ class Validation(Case):
             (bh.Reply("", "stop", "cannot help"), "refused"),
             (bh.Reply(GOOD, "content_filter"), "refused"),
             (bh.Reply(None, "rejected", "HTTP 400"), "rejected"),
-            (bh.Reply(GOOD, None), "ok"),
+            (bh.Reply(GOOD, None), "ok")
         ):
             self.assertEqual(bh.validate([A, B], reply, LABELS).code, code, reply)
 
     def test_labels_compare_type_as_well(self):
-        for labels, value, code in (
-            ([0, 1, 2], "true", "bad_value"),
-            ([0, 1, 2], "1.0", "bad_value"),
-            ([0, 1, 2], "1", "ok"),
-            ([True, False], "0", "bad_value"),
-            ([True, False], "false", "ok"),
-            ([0.5], "0.50", "ok"),
-            (["accurate", "inaccurate"], '"inaccurate"', "ok"),
-            (["happy"], '"not happy"', "bad_value"),
-        ):
+        for labels, value, code in json_lines(r'''
+[[0, 1, 2], "true", "bad_value"]
+[[0, 1, 2], "1.0", "bad_value"]
+[[0, 1, 2], "1", "ok"]
+[[true, false], "0", "bad_value"]
+[[true, false], "false", "ok"]
+[[0.5], "0.50", "ok"]
+[["accurate", "inaccurate"], "\"inaccurate\"", "ok"]
+[["happy"], "\"not happy\"", "bad_value"]'''):
             task = bh.load_task({"fields": {"answer": {"enum": labels}}})
             self.assertEqual(
                 bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, value), task).code,
                 code,
-                (labels, value),
+                (labels, value)
             )
 
     def test_values_come_out_as_they_went_in(self):
         task = bh.load_task({"fields": {"answer": True}})
-        for value in (
-            "-0.0",
-            "1e10",
-            "0.1",
-            "12345678901234567890",
-            '"a\\\\"',
-            '"\\ud83d\\ude00"',
-            '[""]',
-            '{"k": {}}',
-            '"</think>"',
-            '"```"',
-            '"x\u2028"',
-        ):
+        for value in r'''
+-0.0
+1e10
+0.1
+12345678901234567890
+"a\\"
+"\ud83d\ude00"
+[""]
+{"k": {}}
+"</think>"
+"```"'''.strip().split("\n") + ['"x\u2028"']:
             verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, value), task)
             self.assertEqual(repr(verdict.answers), repr({A.id: json.loads(value)}), value)
         fenced = '```json\n[{"id": "%s", "answer": "</think> ``` "}]\n```' % A.id
@@ -1392,38 +1451,18 @@ class Validation(Case):
 
     def test_a_number_that_would_be_rounded_is_refused(self):
         task = bh.load_task({"fields": {"answer": {"type": "number"}}})
-        for spelled in (
-            "0.10",
-            "0.1",
-            "1E5",
-            "1e23",
-            "5e-324",
-            "0.30000000000000004",
-            "100.0",
-            "0e99999999999999999999",
-            "-0.0",
-            "1.5" + "0" * 9999,
-            "1e22",
-            "123456789012345678901234567890",
-            "0.000001",
-            "1.7976931348623157e308",
-        ):
+        exact = (
+            "0.10 0.1 1E5 1e23 5e-324 0.30000000000000004 100.0 0e99999999999999999999 -0.0 1e22 "
+            "123456789012345678901234567890 0.000001 1.7976931348623157e308 1.5" + "0" * 9999)
+        for spelled in exact.split():
             verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
             self.assertEqual(
                 repr(verdict.answers.get(A.id)), repr(json.loads(spelled)), spelled[:40]
             )
-        for spelled in (
-            "1e-400",
-            "-1e-400",
-            "0.1000000000000000001",
-            "12345678901234567.5",
-            "1.00000000000000001",
-            "4.9e-324",
-            "9007199254740993.0",
-            "1e-" + "9" * 5000,
-            "0." + "1" * 100000,
-            "0." + "0" * 100000 + "1",
-        ):
+        rounded = (
+            "1e-400 -1e-400 0.1000000000000000001 12345678901234567.5 1.00000000000000001 4.9e-324 "
+            "9007199254740993.0 1e-%s 0.%s 0.%s1" % ("9" * 5000, "1" * 100000, "0" * 100000))
+        for spelled in rounded.split():
             verdict = bh.validate([A], '[{"id": "%s", "answer": %s}]' % (A.id, spelled), task)
             self.assertEqual(verdict.code, "not_json", spelled[:40])
             self.assertRegex(
@@ -1439,12 +1478,12 @@ class Validation(Case):
                 self.assertEqual(
                     bh.validate([A], json.dumps([{"id": A.id, "answer": answer}])).code,
                     "empty_answer",
-                    ascii(answer),
+                    ascii(answer)
                 )
                 self.assertEqual(
                     bh.validate([A], json.dumps([{"id": A.id, "answer": answer + "x"}])).code,
                     "ok",
-                    ascii(answer),
+                    ascii(answer)
                 )
             with self.assertRaises(bh.HarnessError):
                 bh.load_task({"fields": {"answer": {"enum": ["a", unseen + " "]}}})
@@ -1462,9 +1501,9 @@ class Validation(Case):
                 bh.validate(
                     [A],
                     raw,
-                    bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}}),
+                    bh.load_task({"fields": {"answer": {"type": "string", "minLength": 0}}})
                 ).code,
-                "ok",
+                "ok"
             )
 
     def test_the_rubric_version_must_be_echoed(self):
@@ -1476,7 +1515,7 @@ class Validation(Case):
             ("11", "stale_rubric"),
             ('"12"', "stale_rubric"),
             ("12.0", "stale_rubric"),
-            ("true", "stale_rubric"),
+            ("true", "stale_rubric")
         ):
             raw = '[{"id": "%s", "rubric_version": %s, "mood": "up", "n": 1}]' % (A.id, version)
             self.assertEqual(bh.validate([A], raw, task).code, code)
@@ -1484,11 +1523,11 @@ class Validation(Case):
             bh.validate(
                 [A], '[{"id": "%s", "rubric_version": 12, "n": 1, "mood": "up"}]' % A.id, task
             ).answers,
-            {A.id: {"mood": "up", "n": 1}},
+            {A.id: {"mood": "up", "n": 1}}
         )
         self.assertEqual(
             bh.validate([A], '[{"id": "%s", "mood": "up", "n": 1}]' % A.id, task).code,
-            "missing_field",
+            "missing_field"
         )
 
     def test_a_keyed_reply_is_judged_by_the_same_rules(self):
@@ -1501,12 +1540,12 @@ class Validation(Case):
             ('{"%s": {"answer": "good"}, "%s": {"answer": "bad"}}' % (A.id, A.id), "not_json"),
             (
                 '{"%s": {"answer": "good", "id": "x"}, "%s": {"answer": "bad"}}' % (A.id, B.id),
-                "unknown_field",
+                "unknown_field"
             ),
             (
                 '{"%s": {"answer": "good"}, "%s": {"answer": "bad"}}' % (A.id, A.id.upper()),
-                "duplicate_ids",
-            ),
+                "duplicate_ids"
+            )
         ):
             self.assertEqual(bh.validate([A, B], raw, task).code, code, raw)
 
@@ -1522,7 +1561,7 @@ class Validation(Case):
             True,
             bh.Reply(b"x"),
             bh.Reply({}, 5, None),
-            bh.Reply(["x"], "length"),
+            bh.Reply(["x"], "length")
         ]
         noise = [
             "".join(
@@ -1531,25 +1570,8 @@ class Validation(Case):
             )
             for _ in range(2000)
         ]
-        pieces = [
-            "[",
-            "]",
-            "{",
-            "}",
-            ",",
-            ":",
-            '"id"',
-            '"answer"',
-            '"good"',
-            '"%s"' % A.id,
-            "1",
-            "null",
-            "```",
-            "</think>",
-            "\n",
-            "\\",
-            "\x00",
-        ]
+        pieces = '[ ] { } , : "id" "answer" "good" "%s" 1 null ``` </think> \\ \0 ' % A.id
+        pieces = [*pieces.split(" "), "\n"]
         for raw in (
             odd
             + noise
@@ -1567,7 +1589,7 @@ class Validation(Case):
             bh.Reply(GOOD, None, True),
             bh.Reply(
                 GOOD, model_string=object(), tokens_in=float("nan"), tokens_out="5", request_id=[]
-            ),
+            )
         ):
             self.assertEqual(bh.validate([A, B], reply, LABELS).code, "ok")
             self.assertEqual(bh.as_reply(reply), bh.Reply(GOOD))
@@ -1582,7 +1604,7 @@ class Validation(Case):
             '["\\" ' * 100000 + FINAL,
             "<|channel|>" * 50000,
             "[" + '{"a": 1},' * 50000,
-            "{%s, %s}" % (", ".join('"k%d": 1' % n for n in range(50000)), '"k49999": 2'),
+            "{%s, %s}" % (", ".join('"k%d": 1' % n for n in range(50000)), '"k49999": 2')
         ):
             self.assertNotEqual(bh.validate([A, B], raw, LABELS).code, "ok")
 
@@ -1593,7 +1615,7 @@ class Validation(Case):
             "truncated",
             "rejected",
             "order_mismatch",
-            "stale_rubric",
+            "stale_rubric"
         }
         self.assertEqual(seen, set(bh.VERDICTS))
 
@@ -1852,7 +1874,7 @@ class Plans(Case):
 
     def test_random_faults_put_few_items_into_quarantine(self):
         for seed in (1, 2):
-            demo = bh.Demo(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
+            demo = bh.demo_model(bh.DEFAULT, "drop=0.28,seed=%d" % seed)
             answered = sum(len(bh.run_batch(batch, lambda prompt: demo(prompt, {})).answers)
                            for batch in bh.batches(made(600), 5))
             self.assertGreaterEqual(answered, 596)
@@ -3514,9 +3536,9 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
         start = len(head) - 3     # each search begins where the last one ended
         self.assertEqual(places[2:5], [(start,), (start + 50,), (start + 100,)])
 
-    def test_all_members_of_a_compressed_reply_share_one_measure_and_one_deadline(self):
+    def test_a_compressed_reply_is_measured_as_it_is_inflated(self):
         head = b"HTTP/1.1 200 OK\r\nContent-Encoding: gzip\r\n\r\n"
-        stream = [head + gzip.compress(b"x" * 600) * 9]
+        stream = [head + gzip.compress(b"x" * 5400)]
         self.assertEqual(self.read(stream, 5400).body, b"x" * 5400)
         with self.assertRaises(OverflowError):
             self.read(stream, 5399)
@@ -3578,7 +3600,7 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
         self.assertIn("key? no; check model", went.out)
 
     @unittest.skipUnless(shutil.which("openssl"), "makes certificates with openssl")
-    def test_every_fault_of_a_certificate_has_its_own_words(self):
+    def test_every_fault_of_a_certificate_is_said_with_what_to_check(self):
         def certificate(name, days, subject):
             self.write(name + ".cnf", "subjectAltName=IP:" + subject)
             request = "req -newkey rsa:2048 -nodes -keyout NAME.key -out NAME.req -subj /CN=x"
@@ -3589,9 +3611,9 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
                 subprocess.run(["openssl", *words.split()], check=True, capture_output=True)
         for name, days, subject, trusted, words in table("""
                 good     | 1  | 127.0.0.1 | good.pem  | 1 of 1 items answered
-                other    | 1  | 127.0.0.9 | other.pem | write the name it was made for
-                unsigned | 1  | 127.0.0.1 | good.pem  | set SSL_CERT_FILE
-                late     | -1 | 127.0.0.1 | late.pem  | expired; check this machine's clock"""):
+                other    | 1  | 127.0.0.9 | other.pem | the name in --base-url
+                unsigned | 1  | 127.0.0.1 | good.pem  | SSL_CERT_FILE names who signed it
+                late     | -1 | 127.0.0.1 | late.pem  | certificate has expired (_ssl"""):
             certificate(name, days, subject)
             server = self.serve()
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -3993,11 +4015,16 @@ class Runs(EndpointCase):
         self.assertNotIn("\r", self.main("--input", "items.jsonl", "--model", "demo")[2])
         tally = types.SimpleNamespace(answered=30, quarantined=2, pending=62, failures=4)
         figures = types.SimpleNamespace(first=20, first_ok=19)
-        pool = types.SimpleNamespace(_run=types.SimpleNamespace(tally=tally, figures=figures),
-                                     _began=100.0, _pace=types.SimpleNamespace(held_until=120.0))
-        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)),
-                         "32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
-                         "2 quarantined, 4 failed calls")
+        run = types.SimpleNamespace(tally=tally, figures=figures, options=bh.Settings(),
+                                    cost_words=lambda: "cost about 0.42")
+        pool = types.SimpleNamespace(_run=run, _began=100.0,
+                                     _pace=types.SimpleNamespace(held_until=120.0))
+        said = ("32/62 items, waiting 4 s, 120.0/min, 0:00:15 left, first pass 95.0 %, "
+                "2 quarantined, 4 failed calls")
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
+        run.options = bh.Settings(price=(1.0, 2.0))
+        said = said.replace("2 q", "cost about 0.42, 2 q")
+        self.assertEqual(", ".join(bh.Pool._progress(pool, 116.0)), said)
 
     @unittest.skipUnless(hasattr(signal, "SIGHUP"), "no SIGHUP here")
     def test_under_nohup_a_dropped_line_ends_nothing(self):
@@ -4014,7 +4041,7 @@ class Runs(EndpointCase):
         self.assertEqual((server.most, len(server.requests)), (5, 40))
 
     @unittest.skipUnless(os.name == "posix", "needs a limit on open files")
-    def test_too_few_file_descriptors_mean_fewer_workers_and_no_failed_call(self):
+    def test_too_few_file_descriptors_mean_fewer_calls_at_once(self):
         import resource
         slow = self.slow(0.02)
         self.items_file(200)
@@ -4026,15 +4053,14 @@ class Runs(EndpointCase):
                                "--model", *more, preexec_fn=few)
             out, err = run.communicate(timeout=60)
             self.assertEqual((run.returncode, err.count(b"raise `ulimit -n`")), (code, 1), err)
-            self.assertIn(b" 0 calls without a reply", out)
-            self.assertEqual(self.rows(str(code), "failure"), [])
 
-    def test_a_call_without_a_file_descriptor_is_no_call_and_the_last_worker_stops(self):
+    def test_where_no_file_can_be_opened_at_all_the_run_stops_and_says_so(self):
         words = ("--input", self.items_file(9), "--model", "demo")
-        with mock.patch.object(bh.Demo, "__call__", side_effect=OSError(24, "Too many open files")):
+        broken = mock.Mock(side_effect=OSError(24, "Too many open files"))
+        with mock.patch.object(bh, "demo_model", return_value=broken):
             code, out, err = self.main(*words)
-        self.assertEqual((code, len(self.bytes().splitlines())), (3, 1), err)
-        self.assertIn("stopped early: too few files may be open for so many workers", out)
+        self.assertEqual((code, self.rows(LEDGER)), (3, []), err)
+        self.assertIn("times in a row: too few files may be open for so many workers", out)
         self.assertIn("9 of 9 items answered", self.main(*words)[1])
 
     def test_threads_are_started_as_there_is_work_and_those_that_the_system_gives_will_do(self):
@@ -4077,6 +4103,62 @@ class Runs(EndpointCase):
             self.assertEqual(came, code, out + err)
             self.assertRegex(out, words)
 
+    PRICE = ("--price", "1000,2000")            # so that a call of 40 + 9 tokens costs 0.058
+
+    def test_amounts_have_two_digits(self):
+        amounts = {0: "0.00", 12.5: "12.50", 0.42: "0.42", 0.099: "0.099", 0.000312: "0.00031"}
+        self.assertEqual(list(map(bh.money, amounts)), list(amounts.values()))
+
+    def test_what_the_calls_cost_is_said_before_and_after(self):
+        server = self.serve()
+        bare = len(bh.prompt_head(bh.DEFAULT)) * 4 + 4 * (len("text number 0") + 31)
+        first = "0 quarantined, 4 pending\n.*at most 8; cost about %s \\(rough: a token for 4 bytes"
+        code, out, _ = self.ask(server, 4, *self.PRICE, "--dry-run")
+        self.assertRegex(out, first % bh.money(bare / 4 / 1000 + 80 * 2 / 1000))
+        code, out, _ = self.ask(server, 4, *self.PRICE)
+        self.assertRegex(out, "this run: 4 calls.*; 160 tokens in, 36 out; cost about 0.23\n")
+        self.assertEqual(self.rows(LEDGER, "run")[0]["price"], [1000.0, 2000.0])
+        code, out, _ = self.ask(server, 14, *self.PRICE, "--dry-run")
+        self.assertIn("about 10 calls if every reply is good, at most 20; cost about 0.58 (as on "
+                      "the ledger)", out)
+        code, out, _ = self.ask(server, 14)
+        self.assertNotIn("cost", out)
+        self.assertNotIn("price", self.rows(LEDGER, "run")[1])
+        code, out, _ = self.main("report", "--ledger", LEDGER)
+        self.assertRegex(out, " cost +at least 0.23, 0.017 an item\n")
+        arms = json.loads(self.main("report", "--ledger", LEDGER, "--json")[1])["arms"]
+        self.assertEqual([round(arm["spent"], 6) for arm in arms], [0.232])
+
+    def test_tokens_that_nobody_counted_make_a_cost_at_least_that(self):
+        for first, words in ((completion("GOOD", usage=None), "at least 0.12"),
+                             (500, "at least 0.17"), (429, "about 0.17")):
+            went = self.play(at([1], first), 3, " ".join(self.PRICE))
+            self.assertIn("; cost %s\n" % words, went.out)
+
+    def test_a_run_ends_at_what_it_may_cost(self):
+        options = " ".join((*self.PRICE, "--max-cost", "0.1"))
+        words = ("stopped early: --max-cost 0.1 is reached by the calls of this run; run the same "
+                 "command again to go on", "; cost about 0.12\n")
+        went = self.scene(None, 5, options, (3, 2, 2, 0), *words)
+        self.assertEqual(went.failures, [])
+        server = self.serve()
+        for code, answered in ((3, 4), (0, 5)):     # each run has this for itself
+            came, out, _ = self.ask(server, 5, *options.split())
+            self.assertEqual((came, "%d of 5 items answered" % answered in out), (code, True), out)
+        self.items_file(5)
+        many = self.slow(0.1)
+        out = self.main("--input", "items.jsonl", "--model", "openai:m", "--base-url", many.base,
+                        "--workers", "3", *options.split(), "--ledger", "l.jsonl")[1]
+        self.assertIn("stopped early: --max-cost", out)
+        self.assertLessEqual(len(many.requests), 4)
+        code, out, err = self.main("trial", "--sizes", "1,1", "--ledger", "t.jsonl", "--input",
+                                   "items.jsonl", "--model", "openai:m", "--base-url", server.base,
+                                   "--workers", "1", *options.split())
+        self.assertEqual((code, err.count("; cost about ")), (3, 2), out + err)
+        out = self.fresh("demo", 3, *options.split(), "--workers", "1")[1]
+        self.assertIn("--max-cost cannot be held, since this model does not say how many tokens",
+                      out)
+
     def test_calls_a_minute_are_spaced(self):
         server = self.serve()
         self.assertEqual(self.ask(server, 5, "--workers", "5", "--rpm", "600")[0], 0)
@@ -4099,7 +4181,7 @@ class Runs(EndpointCase):
                 (never, {"due": 0.0, "in_flight": 1, "vain": "look"}),  # it may still be accepted
                 ("look", {"due": 0.0, "vain": "look"}),
                 ("look", {"vain": "look", "spent": "budget"})):
-            self.assertEqual(bh.next_step(bh.Moment(**moment)), step, moment)
+            self.assertEqual(bh.next_step(**moment), step, moment)
 
     def test_the_pace_is_told_the_time_and_nothing_else(self):
         never = float("inf")
@@ -4158,7 +4240,8 @@ class Runs(EndpointCase):
 
     def test_a_dry_run_shows_the_first_prompt_and_calls_and_writes_nothing(self):
         words = ("--input", self.items_file(5), "--model", "demo", "--batch-size", "2", "--dry-run")
-        with mock.patch.object(bh.Demo, "__call__", side_effect=AssertionError("called")):
+        never = mock.Mock(side_effect=AssertionError("called"))
+        with mock.patch.object(bh, "demo_model", return_value=never):
             code, out, _ = self.main(*words)
         self.assertTrue(out.startswith(bh.build_prompt(made(2))))
         self.assertIn("5 rows, 5 items: 0 answered, 0 quarantined, 5 pending", out)
@@ -4462,7 +4545,7 @@ class BatchJobs(EndpointCase):
         if engine:
             facts = ["%d jobs" % len(engine.made())]
         counts = collections.Counter(
-            json.loads(line)["status"]
+            json.loads(line)["harness"]["status"]
             for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
         facts += ["%s %d" % count for count in sorted(counts.items())]
         self.assertEqual(", ".join([str(code), *facts]), result, (words, out, err))
@@ -4614,6 +4697,7 @@ class BatchJobs(EndpointCase):
                 chat | 0 | look [12]$: do with {"output_file_id": null} |
                 chat | 0 | create 1$: do drop; list [12]$: 200 {"message": "please try again"} |
                 chat | 0 | create 1$: do drop; list [12]$: 200 {"error": {"message": "x"}} |
+                chat | 0 | create 1$: drop; list: 200 {"data": [{"id": "x"}]} |
                 chat | 0 | create 1$: do drop; list [12]$: 200 {"data": null} |
                 chat | 0 | create 1$: do drop; list [12]$: 200 {"data": {}} |
                 chat | 0 | create 1$: do drop; list [12]$: 200 {"data": [], "has_more": true} |
@@ -4667,9 +4751,9 @@ class BatchJobs(EndpointCase):
 
     def test_a_job_that_was_refused_whole_says_why(self):
         for jobs, line, code, words, said in table(r"""
-                1 | 2    | invalid_json_line    | x | refused whole: line 2: invalid_json_line: x
+                1 | 2    | invalid_json         | x | refused whole: .*2, "code": "invalid_json", .*"x"
                 3 | null | token_limit_exceeded | x   | 3 rounds of jobs brought no reply
-                1 | 1    | x                    | a SECRET | refused whole: line 1: x: a \*\*\*"""):
+                1 | 1    | x                    | a SECRET | refused whole: .*"a \*\*\*"}"""):
             counts = '{"request_counts": {"SECRET": 3}, "status": '
             faults = 'create|look 1$: do with %s "SECRET"}; look: do with %s "failed", "errors": ' \
                      '{"data": [{"line": %s, "code": "%s", "message": "%s"}]}}' % (
@@ -5853,55 +5937,112 @@ class Reports(Reporting):
         with open("out.csv", encoding="utf-8", newline="") as file:
             return list(csv.DictReader(file))
 
+    def table(self, *more):
+        """The columns and rows of an export to SQLite."""
+        self.assertEqual(self.export("--output", "out.db", *more)[0], 0)
+        with contextlib.closing(sqlite3.connect("out.db")) as base:
+            found = base.execute("SELECT * FROM answers")
+            return " ".join(column for column, *_ in found.description), found.fetchall()
+
     def test_every_row_is_exported_in_order_with_where_it_stands(self):
         self.write("items.jsonl", '{"id": 1.10, "text": " a "}\n{"id": 2, "text": "b"}\n'
-                   '{"id": 3, "text": 5}\n{"id": 4, "text": "a"}\n{"id": 5, "text": "d"}\n')
+                   '{"id": 3, "text": 5}\n{"id": 4, "text": "a", "at": {"x": 1.50}}\nno\n'
+                   '{"id": 5, "text": "d"}\n')
         self.ask(self.serve(lambda prompt, n: completion(
             reply_to_prompt(prompt) if ">a<" in prompt else "no")),
             0, "--limit", 2, "--skip-bad", "--ledger", "t.jsonl")
         detail = "Expecting value, at character 1"
-        expected = [(1, 1.1, "answered", "good", " a ", None, None),
-                    (2, 2, "quarantined", None, "b", "not_json", detail),
-                    (3, 3, "skipped", None, None, None, None),
-                    (4, 4, "answered", "good", "a", None, None),
-                    (5, 5, "pending", None, "d", None, None)]
-        rows = self.exported("--skip-bad")
-        columns = "row id status answer text verdict detail"
-        self.assertEqual([pick(row, columns) for row in rows], expected)
-        self.assertIn('"id": 1.10, ', self.export("--skip-bad")[1])
+        expected = [(1.1, " a ", None, "good", "answered", None, None),
+                    (2, "b", None, None, "quarantined", "not_json", detail),
+                    (3, 5, None, None, "skipped", None, None),
+                    (4, "a", '{"x": 1.50}', "good", "answered", None, None),
+                    (None, None, None, None, "skipped", None, None),
+                    (5, "d", None, None, "pending", None, None)]
+        self.assertEqual(self.table("--skip-bad"),
+                         ("id text at answer status verdict detail", expected))
         table = self.csv_rows("--skip-bad")
-        self.assertEqual([row["detail"] for row in table], ["", detail, "", "", ""])
-        self.assertEqual(table[0]["id"], "1.10")
-        self.export("--skip-bad", "--output", "out.db")
-        with contextlib.closing(sqlite3.connect("out.db")) as base:
-            found = base.execute("SELECT %s FROM answers" % columns.replace(" ", ", ")).fetchall()
-        self.assertEqual(found[1:], expected[1:])
-        self.assertEqual(pick(rows[0], "item model_string text_sha256"), (
-            bh.item_id("a"), "served-1", hashlib.sha256(b" a ").hexdigest()))
-        self.assertEqual([list(row) for row in rows], [list(bh.EXPORT_COLUMNS)] * 5)
+        self.assertEqual([row["detail"] for row in table], ["", detail, "", "", "", ""])
+        self.assertEqual([row["id"] for row in table], ["1.10", "2", "3", "4", "", "5"])
+        out = self.export("--skip-bad")[1].splitlines()
+        harness = '"harness": {"status": "%s", "verdict": null, "detail": null}}'
+        self.assertEqual(out[3], '{"id": 4, "text": "a", "at": {"x": 1.50}, "answer": "good", '
+                         + harness % "answered")
+        self.assertEqual(out[4], '{"answer": null, ' + harness % "skipped")
+
+    def test_where_an_answer_came_from_stands_last(self):
+        self.write("items.jsonl", '{"id": 1.10, "text": " a ", "n": 0.5}\n')
+        self.run_on()
+        own = "answer status verdict detail"
+        origin = "row item model_string rubric_version run batch_id text_sha256"
+        self.assertEqual(" ".join(bh.EXPORT_COLUMNS), own + " " + origin)
+        for columns, names in (("answers", "id text n " + own), ("provenance", "id %s %s"),
+                               ("all", "id text n %s %s")):
+            found, [row] = self.table("--columns", columns)
+            self.assertEqual(found, names.replace("%s %s", own + " " + origin))
+        sha = hashlib.sha256(b" a ").hexdigest()
+        self.assertEqual((row[2], row[7], row[8], row[-1]), (0.5, 1, bh.item_id("a"), sha))
+        [row] = self.exported("--columns", "provenance")
+        self.assertEqual(list(row), ["id", "answer", "harness"])
+        self.assertEqual(pick(row["harness"], "row model_string text_sha256"), (1, "demo-1", sha))
+        self.assertIn('{"id": 1.10, ', self.export("--columns", "provenance")[1])
+
+    def test_only_the_rows_that_stand_so_are_exported_on_demand(self):
+        self.items_file(6)
+        self.run_on("--limit", 4, model=self.model("name = 'x' if number == 2 else name"))
+        found = {}
+        for words in ("answered", "quarantined", "pending", "skipped", "pending quarantined"):
+            _, out, err = self.export("--status", *words.split())
+            rows = [json.loads(line) for line in out.splitlines()]
+            found[words] = len(rows)
+            self.assertLessEqual({row["harness"]["status"] for row in rows}, set(words.split()))
+            self.assertIn("%d rows to standard output: " % len(rows), err)
+            self.assertNotIn("no text of this input", err)
+        self.assertEqual(list(found.values()), [3, 1, 2, 0, 3])
+        [row] = self.csv_rows("--status", "quarantined")
+        self.assertEqual(pick(row, "id answer status verdict"), ("2", "", "quarantined",
+                                                                 "set_mismatch"))
 
     def test_csv_is_safe_in_a_spreadsheet_and_reversible(self):
         texts = ["=1+1", "+1 great", "-2h late", "@someone hi", "=\t1", "\uff1d1+1", "'quoted'",
-                 '"=1"', "a,b", "-3.5", "two\r\nlines", "x\ry", "\u4e2d"]
+                 '"=1"', "a,b", "-3.5", "two\r\nlines", "x\ry", "\u4e2d", "-1e5", "+1-1"]
         rows = [json.dumps({"id": "=%d" % n, "text": text}) for n, text in enumerate(texts)]
         self.write("items.jsonl", "\n".join(rows))
         self.task_file(score={"const": -3.5}, status={"const": "=x"})
         self.run_on("--task", "task.json")
         rows = self.csv_rows()
         self.assertEqual([re.sub("^'", "", row["text"]) for row in rows], texts)
-        self.assertFalse([row["text"] for row in rows if row["text"][0] in "=+-@\t\r\uff1d"])
-        self.assertEqual(pick(rows[3], "id status answer.score answer.status"),
+        self.assertEqual([row["text"] for row in rows if row["text"][0] in "=+-@\t\r\uff1d"],
+                         ["-3.5", "-1e5"])          # numbers: nothing is run
+        self.assertEqual(pick(rows[3], "id status_2 score status"),
                          ("'=3", "answered", "-3.5", "'=x"))
         self.assertEqual([row["text"] for row in self.csv_rows("--raw-csv")], texts)
 
-    def test_fields_named_like_columns_have_columns_of_their_own(self):
-        self.items_file(1)
-        names = {"text": "a", "answer.text": "b", "=x": "c"}
-        self.task_file(**{name: {"const": value} for name, value in names.items()})
-        self.run_on("--task", "task.json")
-        [row] = self.csv_rows()
-        self.assertEqual(pick(row, "answer.text answer.answer.text answer.=x"), ("a", "b", "c"))
-        self.assertEqual(row["text"], "text number 0")
+    def test_what_the_export_adds_never_takes_the_name_of_a_column(self):
+        self.write("items.csv", "Answer,text,status,score,answer_2\n1,a,open,-1,007\n")
+        self.write("items.txt", "a\n")
+        self.write("strings.jsonl", '"a"\n')
+        self.task_file(**{name: {"const": name} for name in ("text", "answer", "=x", "Text")})
+        for task in ((), ("--task", "task.json")):
+            self.run_on("--input", "items.txt", "--ledger", "%d.jsonl" % len(task), *task)
+        input_columns = "Answer,text,status,score,answer_2,"
+        for name, ledger, header, said in (
+                ("items.csv", 0, input_columns + "answer_3,status_2,verdict,detail",
+                 "answer is written as answer_3, status is written as status_2"),
+                ("items.csv", 2, input_columns + "text_2,answer_3,'=x,Text_3,status_2,verdict,"
+                 "detail", "text is written as text_2"),
+                ("items.txt", 0, "text,answer,status,verdict,detail", ""),
+                ("strings.jsonl", 2, "text,text_2,answer,'=x,Text_3,status,verdict,detail",
+                 "Text is written as Text_3\n")):
+            code, _, err = self.main("export", "--input", name, "--output", "out.csv",
+                                     "--ledger", "%d.jsonl" % ledger)
+            self.assertEqual((code, err.count("taken already")), (0, bool(said)), err)
+            self.assertIn(said, err)
+            self.assertEqual(self.bytes("out.csv").decode().splitlines()[0], header)
+        self.assertIn(b"\na,text,answer,'=x,Text,answered,,", self.bytes("out.csv"))
+        out = self.main("export", "--input", "items.csv", "--ledger", "0.jsonl")[1]
+        row = {"Answer": "1", "text": "a", "status": "open", "score": "-1", "answer_2": "007"}
+        self.assertEqual(pick(json.loads(out), " ".join(row)), tuple(row.values()))
+        self.assertEqual([*json.loads(out)][-2:], ["answer_3", "harness"])
 
     def test_an_export_appears_whole_and_never_over_its_own_input(self):
         self.items_file(3)
@@ -6299,7 +6440,7 @@ class AuditAndApply(EndpointCase):
         self.named(said, "a.jsonl", "b.jsonl")
         for ledgers in (["a.jsonl", "c.jsonl"], ["c.jsonl", "a.jsonl"]):    # there in quarantine
             rows = map(json.loads, self.main(*export, *ledgers)[1].splitlines())
-            found = {(row["status"], row["answer"]) for row in rows}
+            found = {(row["harness"]["status"], row["answer"]) for row in rows}
             self.assertEqual(found, {("answered", "good")})
 
     def test_an_export_can_be_a_database(self):
@@ -6308,7 +6449,7 @@ class AuditAndApply(EndpointCase):
                                           for n, key in enumerate(keys)))
         self.fields({"tone": {"enum": ["a", "b"]}, "tags": {"type": "array"},
                      "id2": {"type": "integer"}})
-        export = ("export", *self.INPUT, "--ledger", "l.jsonl")
+        export = ("export", *self.INPUT, "--ledger", "l.jsonl", "--columns", "all")
         for _ in range(2):
             self.assertEqual(self.main(*export, "--output", "posts.db")[0], 0)
         found = self.sql("SELECT row, status, text, id, tone, tags, id2 FROM answers")
@@ -6319,7 +6460,7 @@ class AuditAndApply(EndpointCase):
 
     def test_an_export_to_a_database_takes_any_name_and_key(self):
         self.write("items.jsonl", '{"id": %s, "text": "a"}\n' % ("9" * 5000))
-        for names, code in ((("tone, all", "x"), 0), (("Text", "x"), 0), (("X", "x"), 2)):
+        for names, code in ((("tone, all", "x"), 0), (("Text", "x"), 0), (("X", "x"), 0)):
             self.fields(dict.fromkeys(names, {"enum": ["a"]}))
             found, _, err = self.main("export", *self.INPUT, "--ledger", "l.jsonl", "--output",
                                       "%s.db" % names[0])
@@ -6797,9 +6938,9 @@ class CommandLine(Case):
         RUN --order x                               invalid choice
         RUN --shard 3/2                             --shard 3/2
         RUN:delay=99999999999999999999              demo
-        RUN --labels only                           plain commas
-        RUN --labels a，b                           plain commas
-        RUN --labels a、b                           plain commas
+        RUN --labels only                           plain comma
+        RUN --labels a，b                           plain comma
+        RUN --labels a、b                           plain comma
         RUN --ledger items.jsonl                    --ledger, --input
         RUN --template $a --text-field b            --template and --text-field
         RUN --table a --query b                     --table and --query
@@ -6807,6 +6948,13 @@ class CommandLine(Case):
         RUN --task t --labels a,b                   --task holds the labels
         RUN --task t --stage s                      --task holds the stage
         RUN --batch-api --max-calls 1               --max-calls means nothing to batch jobs
+        RUN --batch-api --price 1,2 --max-cost 1    --max-cost means nothing to batch jobs
+        RUN --max-cost 1                            --max-cost needs to know what tokens cost
+        RUN --price 1,2 --max-cost 0                an amount such as
+        RUN --price 1                               two prices such as 0.15,0.60
+        RUN --price 0,15,0,60                       two prices such as 0.15,0.60
+        emit f RUN --max-calls 1                    unrecognized arguments: --max-calls
+        emit f RUN --max-cost 1                     unrecognized arguments: --max-cost
         RUN --no-wait                               --no-wait is about batch jobs
         RUN --abandon j                             --abandon is about batch jobs
         RUN --finish online                         --finish is about batch jobs
@@ -6995,26 +7143,49 @@ class Readme(Case):
         for (name, base, key, *_), (own, row) in zip(
                 self.table("names the provider:"), bh.PROVIDERS.items()):
             self.assertEqual((name, base if row.base else "", key), (own, row.base, row.key))
-        without = re.search(r"`(\w+)` and `(\w+)` are not known to take one", self.TEXT).groups()
+        without = re.search(r"`(\w+)`\s+and\s+`(\w+)`\s+are\s+not\s+known", self.TEXT).groups()
         self.assertEqual(
             list(without), [name for name, row in bh.PROVIDERS.items() if not row.structured])
 
-    def test_its_offline_commands_run_as_they_stand(self):
-        for name in (PROGRAM, SAMPLE):
-            shutil.copy(name, ".")
+    def commands(self):
+        """The program's own command lines, as a shell hands them over, of every block for it."""
         lines = "\n".join(self.blocks("sh")).replace("\\\n", " ")
-        commands = re.findall(
-            "(?m)^python3 (batch_harness.py .*(?:sample_items.jsonl| report).*)$", lines)
-        self.assertGreater(len(commands), 4)
-        for command in commands:
-            words = shlex.split(command, comments=True)
-            run = subprocess.run([sys.executable, *words], capture_output=True)
-            self.assertIn(run.returncode, (0, 1), (command, run.stderr))
+        return [shlex.split(line.split(" > ")[0])
+                for line in re.findall("(?m)python3 batch_harness.py (.*)$", lines)]
+
+    def test_its_offline_commands_run_and_print_what_it_shows(self):
+        shutil.copy(SAMPLE, ".")
+        self.write("many.txt", "".join("text number %d\n" % n for n in range(1, 401)))
+        self.write("reviews.csv", "review_id,body\n1,Works well.\n")
+        self.write("评论.csv", "编号,内容\n1,很好\n")
+        printed = ""
+        for words in self.commands():
+            line = " ".join(words)
+            if words[0] == "apply" or not re.search(
+                    "sample_items|many.txt|runs/trial|--dry-run|^emit", line):
+                continue
+            code, out, err = self.main(*words)
+            self.assertIn(code, (0, 1), (line, err))
+            printed += out
+        for block in self.blocks("text"):
+            for line in block.splitlines():
+                if '"event"' not in block:
+                    self.assertIn(line, printed.splitlines())
+
+    def test_each_of_its_commands_is_one_the_program_takes(self):
+        for words in self.commands():
+            typed = words if words[0] in bh.COMMANDS else ["run", *words]
+            with self.subTest(words=words):
+                settings = bh.Settings(**vars(bh.parser(typed[0]).parse_args(typed)))
+                bh.check_options(settings)
+
+    def test_its_lines_fit_a_terminal(self):
+        self.assertLessEqual(max(map(len, self.TEXT.splitlines())), 120)
 
     def test_every_option_it_names_exists(self):
         named = re.findall(r"(?<![\w-])--[a-z][a-z-]+", self.TEXT)
         known = re.findall("--[a-z-]+", bh.OPTIONS)
-        self.assertLessEqual(set(named) - set(known), {"--version"})
+        self.assertLessEqual(set(named) - set(known), {"--version", "--help"})
 
     def test_its_library_examples_run(self):
         class Frame(dict):
@@ -7042,7 +7213,7 @@ class Readme(Case):
                                 '"fields": {"answer": {"enum": ["good", "bad"]}}}')
         reviews = "--input reviews.csv --text-field body --id-field review_id --ledger l.jsonl "
         self.main(*(reviews + "--task task.json --model demo").split())
-        self.main("export", *(reviews + "--output answers.csv").split())
+        self.main("export", *(reviews + "--output answers.csv --columns all").split())
         shutil.copyfile("answers.csv", os.path.join(server.folder, "answers.csv"))
         server.sql("""
             CREATE TABLE reviews
