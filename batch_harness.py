@@ -7,13 +7,12 @@ rest of the file is that, made to survive: crashes, endpoints, jobs that take a 
 
 One file, standard library only, Python 3.8 or newer.  Copy it to any machine and:
 
-    python3 batch_harness.py --input sample_items.jsonl --batch-size 2 --model demo
-    python3 batch_harness.py --input reviews.csv --labels good,bad --model openai:NAME --dry-run
-    python3 batch_harness.py trial --input sample_items.jsonl --sizes 1,1,2 --model demo
+    python3 batch_harness.py sample_items.jsonl --batch-size 2 --model demo
+    python3 batch_harness.py reviews.csv --labels good,bad --model openai:NAME --dry-run
+    python3 batch_harness.py trial sample_items.jsonl --sizes 1,1,2 --model demo
     python3 batch_harness.py report
-    python3 batch_harness.py export --input sample_items.jsonl --output answers.csv
+    python3 batch_harness.py export sample_items.jsonl --output answers.csv
     python3 batch_harness.py audit --input sample_items.jsonl
-    tail -n 3 runs/ledger.jsonl
 
 The road a text travels:
 
@@ -36,9 +35,7 @@ Invariants, each shown by tests:
     7. A call that brought no reply is no verdict on an item (a refusal of its content is a reply).
     8. Nothing is guessed: no position, no prefix, no edit distance.
 
-Exit codes: 0 done; 1 finished, some items quarantined, or what was to be checked does not hold;
-2 usage or bad input, nothing called; 3 stopped early by the endpoint, a budget or a deadline;
-4 batch jobs are waiting; 130 interrupted.
+Exit codes: search for EXITS.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan,
 rows, THE TRUST LINE, settings, files, ledger and state, models, run, batch jobs, statistics,
@@ -47,7 +44,7 @@ has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
-from __future__ import annotations
+from __future__ import annotations  # batch_harness: this needs Python 3.8 or newer
 
 import _thread
 import os
@@ -56,7 +53,7 @@ import sys
 import time
 
 
-def leave(words: bytes) -> None:
+def leave(words: bytes) -> None:    # batch_harness: this needs Python 3.8 or newer
     """End this process at once, as interrupted, with words for a terminal that may take nothing."""
     def write() -> None:
         os.write(2, words)
@@ -68,6 +65,9 @@ def leave(words: bytes) -> None:
         os._exit(130)
 
 
+if __name__ == "__main__" and sys.version_info < (3, 8):
+    os.write(2, b"batch_harness: this needs Python 3.8 or newer\n")
+    sys.exit(2)
 STARTING = b"batch_harness: interrupted; nothing was called\n"
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda number, frame: leave(STARTING))
@@ -92,7 +92,7 @@ import threading
 import weakref
 from typing import (
     IO, Any, Callable, Counter, Deque, Dict, Generator, Iterable, Iterator, List, Mapping,
-    NamedTuple, Optional, Sequence, Set, Tuple, Union)
+    NamedTuple, Optional, Sequence, Set, Tuple, Type, Union)
 
 try:
     import zlib
@@ -648,9 +648,9 @@ def unguard(text: str) -> str:
 def describe(schema: Any) -> str:
     """A field's schema in the words of the prompt: its rule, and what its author says of it."""
     members = dict(_members_of(schema))
-    about = [" (%s)" % members.pop(word) for word in ABOUT if word in members]
+    about = [members.pop(word) for word in ABOUT if word in members]
     if about:
-        return describe(members) + "".join(about)
+        return "%s (%s)" % (describe(members), ": ".join(about))
     labels = labels_of(schema)
     if labels is not None:
         words = "exactly one of " if len(labels) > 1 else "exactly "
@@ -821,6 +821,7 @@ def _json_of(raw: Any, notes: List[str]) -> Any:
 
 
 NO_TEXT = "the model function returned"
+ID_NOTES: Dict[type, str] = {str: "id_spelling", int: "id_integer"}
 # How the reasoning of a family of models begins; how it ends, and the reply after it; what to say
 # where it has no end.
 REASONING = (
@@ -940,12 +941,10 @@ def _id_of(element: Dict[str, Any], place: int, notes: List[str]) -> str:
     if "id" not in element:
         raise NotOk("missing_id", "element %d has no id" % place)
     named = element["id"]
-    if type(named) not in (str, int):
+    note = ID_NOTES.get(type(named))
+    if note is None:
         raise NotOk("missing_id", "the id of element %d is %s" % (place, kind_of(named)))
     spelled = str(named).strip().lower()
-    note = "id_spelling"
-    if type(named) is int:
-        note = "id_integer"
     if spelled != named and note not in notes:
         notes.append(note)
     return spelled
@@ -1251,6 +1250,8 @@ def is_row(row: Any) -> bool:
     if row.get("size", 1) < 1 or row.get("attempt", 1) < 1:
         return False
     if not all(type(size) is int and size > 0 for size in row.get("arms", ())):
+        return False
+    if not all(type(price) is float for price in row.get("price", ())):
         return False
     if event == "job":
         return _is_job(row)
@@ -1830,13 +1831,12 @@ class Source:
         raise ValueError(words)
 
     def _key(self, record: Dict[str, Any]) -> Optional[str]:
-        name = self._options.id_field
-        if name is None and "id" not in record:
-            return None
-        name = name or "id"
+        name = self._options.id_field or "id"
         try:
             key = member(record, name)
         except KeyError:
+            if self._options.id_field is None:
+                return None
             raise ValueError("no field %s; --id-field names it" % shown(name))
         if isinstance(key, (list, dict)) or isinstance(key, str) and UNFIT.search(key):
             raise ValueError("the id in field %s is %s; it must be a scalar, without a NUL or a "
@@ -2327,8 +2327,8 @@ def money(amount: float) -> str:
 
 def cost_of(price: Sequence[float], tokens_in: float, tokens_out: float) -> float:
     """What tokens cost; `price` is that of a million of them, in and out."""
-    pairs = zip(price, (tokens_in, tokens_out))
-    return sum(one * count for one, count in pairs if isinstance(one, float)) / 1e6
+    cost: float = sum(map(operator.mul, price, (tokens_in, tokens_out)))
+    return cost / 1e6
 
 
 def join_within(parts: Iterable[str], width: float = math.inf) -> str:
@@ -2476,7 +2476,7 @@ class Speaker:
 
 Object = Mapping[str, Any]              # of JSON
 Call = Callable[[str, Object], Reply]   # of the prompt, and what to add to the request
-Kinds = Mapping[str, str]               # HTTP statuses with a meaning of their own -> the kind
+Kinds = Mapping[int, str]               # HTTP statuses with a meaning of their own -> the kind
 
 
 class Model(NamedTuple):
@@ -2490,6 +2490,7 @@ class Model(NamedTuple):
     structure: Optional[Callable[[Sequence[str]], Dict[str, Any]]] = None
     #                                   what asks for an object keyed by these ids
     api_version: Optional[str] = None
+    roomier: str = ""                   # how to make room for a longer prompt
     tick: Callable[[float], None] = lambda now: None
     #                                   called a few times a second: ends calls that are overdue
     jobs: Optional[Post] = None         # its batch engine
@@ -2511,6 +2512,7 @@ class Provider(NamedTuple):
     statuses: Kinds = {}
     structured: bool = True                     # whether it takes a schema for its output
     batches: bool = False                       # whether it has a batch engine of its API's form
+    roomier: str = ""                           # how to make room for a longer prompt
 
 
 OTHER = Provider("", "OPENAI_API_KEY", "OPENAI_BASE_URL", batches=True)     # named by its URL
@@ -2536,10 +2538,11 @@ PROVIDERS: Dict[str, Provider] = {
         "http://127.0.0.1:11434/v1",
         refused=dict.fromkeys(
             ("options", "num_ctx", "think", "max_completion_tokens"),
-            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort")),
+            "it is dropped unseen: use a Modelfile, max_tokens or reasoning_effort"),
+        roomier="set OLLAMA_CONTEXT_LENGTH for the server or num_ctx in a Modelfile"),
     "openrouter": Provider(
         "https://openrouter.ai/api/v1", "OPENROUTER_API_KEY",
-        statuses={"403": "rejected"}),              # by its moderation
+        statuses={403: "rejected"}),                # by its moderation
     "gemini": Provider(
         "https://generativelanguage.googleapis.com/v1beta/openai", "GEMINI_API_KEY"),
     "deepseek": Provider("https://api.deepseek.com", "DEEPSEEK_API_KEY", structured=False),
@@ -2553,7 +2556,7 @@ PROVIDERS: Dict[str, Provider] = {
         refused={"seed": "write random_seed"}),
     "groq": Provider(
         "https://api.groq.com/openai/v1", "GROQ_API_KEY",
-        statuses={"498": "retry"},                # no capacity now
+        statuses={498: "retry"},                    # no capacity now
         batches=True),
     "azure": Provider(
         "", "AZURE_OPENAI_API_KEY",
@@ -2563,6 +2566,10 @@ PROVIDERS: Dict[str, Provider] = {
 }
 CHOICES = ("demo (offline), PROVIDER:NAME with one of %s, NAME with --base-url URL, cmd:COMMAND or "
            "py:FILE.py:FUNCTION" % ", ".join(PROVIDERS))
+# How the names of a provider's models begin, where a name has no provider.
+FAMILIES = (
+    (r"gpt-|o[134]\b", "openai"), ("claude-", "anthropic"), ("gemini-", "gemini"),
+    (r"[\w-]+/[^/]+\Z", "openrouter"), ("", "ollama"))
 NO_REPLY = "no reply from %s within %g s; a longer --timeout may help"
 
 
@@ -2589,8 +2596,8 @@ def open_model(options: Settings, task: Task) -> Model:
         raise HarnessError("%s means nothing to a model of %s:; leave it out" % (
             ", ".join(given), kind))
     if kind == "demo":
-        return Model(asked, "this process (demo answers, no model)", demo_model(task, name),
-                     dict(options.param))
+        call = Demo(task, name)
+        return Model(asked, "this process (demo answers, no model)", call, dict(options.param))
     if kind == "cmd":
         return Model(asked, "this machine", command_model(name, options.timeout))
     return Model(asked, "this machine", function_model(name), workers=1)
@@ -2634,17 +2641,17 @@ def open_endpoint(options: Settings, task: Task) -> Model:
     headers = [form % value for form, value in entries if value]
     client = Client(url, options.timeout, headers, key)
     endpoint = Endpoint(client, api, {"model": name, **params}, provider.statuses)
-    model = Model(options.model, client.host, endpoint.ask, params, api_version=version,
-                  tick=client.end_overdue)
+    workers, host, structure, jobs = 4, client.host, None, None
     if client.loopback:
-        model = model._replace(workers=1)
+        workers = 1
     if emitted:
-        model = model._replace(host="the file " + options.file)
+        host = "the file " + options.file
     if task.form == "keyed":
-        model = model._replace(structure=lambda ids: api.structure(reply_schema(task, ids)))
+        structure = functools.partial(asked_structure, api, task)
     if emitted or provider.batches:
-        model = model._replace(jobs=Post(client, endpoint, ENGINES[provider.api]))
-    return model
+        jobs = Post(client, endpoint, ENGINES[provider.api])
+    return Model(options.model, host, endpoint.ask, params, workers, structure, version,
+                 provider.roomier, client.end_overdue, jobs)
 
 
 def base_url_of(options: Settings, word: str, provider: Provider) -> str:
@@ -2652,8 +2659,9 @@ def base_url_of(options: Settings, word: str, provider: Provider) -> str:
     named = options.base_url or os.environ.get(provider.base_variable, "").strip()
     url = named or provider.base
     if not url and provider is OTHER:
+        meant = next(word for begin, word in FAMILIES if re.match(begin, options.model))
         raise HarnessError("--model %s names no provider and there is no --base-url; did you mean "
-                           "ollama:%s? choose %s" % (options.model, options.model, CHOICES))
+                           "%s:%s? choose %s" % (options.model, meant, options.model, CHOICES))
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url "
                            "https://NAME.../openai/v1" % word)
@@ -2678,14 +2686,14 @@ def check_parameters(options: Settings, word: str, provider: Provider,
             raise HarnessError("%s does not take %s; %s" % (word, name, refused[name]))
     if options.structured and not provider.structured:
         raise HarnessError("%s is not known to take a schema; leave --structured out" % word)
-    twice = set()
-    if options.max_tokens:
-        twice = params & {"max_tokens", "max_completion_tokens"}
-    if options.structured:
-        twice |= asked & APIS[provider.api].structure({}).keys()
-    for name in twice:
-        raise HarnessError("--param %s and an option of its own say the same; give one of them"
-                           % name)
+    limits = {"max_tokens", "max_completion_tokens"}
+    structure = APIS[provider.api].structure({}).keys()
+    for option, given, twice in (
+            ("--max-tokens", options.max_tokens, params & limits),
+            ("--structured", options.structured, asked & structure)):
+        if given and twice:
+            raise HarnessError("%s and --param %s say the same; give one of them" % (
+                option, min(twice)))
 
 
 def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
@@ -2711,9 +2719,13 @@ def endpoint_key(options: Settings, provider: Provider, url: str) -> str:
 BASE_URL = "the base URL (--base-url or its variable)"
 JSON_BODY = "Content-Type: application/json"
 STATUS_LINE = re.compile(r"HTTP/1\.[01] [1-5]\d\d")
+CERTIFICATES = {                # OpenSSL's code of what is wrong with one -> what to do
+    **dict.fromkeys(
+        (9, 10), "check this machine's clock, or have the server's certificate renewed"),
+    **dict.fromkeys((62, 64), "write the name it was made for into --base-url")}
 END_OF_LINE = re.compile(rb"\r?\n")
 END_OF_HEAD = re.compile(rb"\r?\n\r?\n")
-CERTIFICATE = "the clock here, the name in --base-url, and that SSL_CERT_FILE names who signed it"
+UNSIGNED = "set SSL_CERT_FILE to that of who signed it"
 MAX_CONNECT = 30.0              # seconds for a connection, and for each step of its greeting
 MAX_REPLY = 16 << 20            # bytes of one reply; a reply to 100 items has some 10 kB
 MAX_HEAD = 64 << 10             # bytes of its head, or of a line between its chunks
@@ -2784,13 +2796,20 @@ class Inbox:
 
 
 def inflated(parts: Iterable[bytes]) -> Iterator[bytes]:
-    """A compressed body, part by part."""
+    """A compressed body of any number of members, part by part."""
     if zlib is None:
         raise OverflowError("a compressed reply, and this Python has no module zlib")
     inflater = zlib.decompressobj(47)
-    for part in parts:
-        yield inflater.decompress(part, MAX_REPLY + 1)
-    if not inflater.eof:
+    broken = False
+    for piece in parts:
+        rest = piece
+        while rest:
+            if inflater.eof:
+                inflater = zlib.decompressobj(47)
+            yield inflater.decompress(rest, MAX_REPLY + 1)
+            rest = inflater.unused_data
+            broken = not inflater.eof
+    if broken:
         raise EOFError("the compressed reply broke off")
 
 
@@ -3014,8 +3033,9 @@ class Client:
         if getattr(error, "errno", None) in NO_FILES:       # not the endpoint's fault
             raise error
         if name == "SSLCertVerificationError":
-            return CallFailed("stop", "the certificate of %s is not accepted: %s; check %s" % (
-                where, error.verify_message, CERTIFICATE))
+            remedy = CERTIFICATES.get(error.verify_code, UNSIGNED)
+            return CallFailed("stop", "the certificate of %s is not accepted: %s; %s" % (
+                where, error.verify_message, remedy))
         if name == "OverflowError":
             detail = "%s sent %s; check --base-url" % (where, words)
             return CallFailed("stop", detail, billed=True)
@@ -3127,7 +3147,7 @@ def tls_context() -> Any:
 
 FIX_REQUEST = "fix the request (--param, --retry-param)"
 ERRORS = (          # kind of failure, what to do, the HTTP statuses and error codes that mean it
-    ("retry", "", "408 409 425 429 498"),
+    ("retry", "", "408 409 425 429"),
     ("rejected", "",
      "400 413 422 context_length_exceeded exceed_context_size_error content_filter"),
     ("stop", "no money or quota is left: fix that first",
@@ -3208,17 +3228,16 @@ def error_in(document: Any, text: str) -> ApiError:
 
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
-             statuses: Mapping[str, str] = {}) -> CallFailed:
+             statuses: Mapping[int, str] = {}) -> CallFailed:
     """What an HTTP status that is no success means: by status and code, never by the message.
 
     `sent` names the members of the request: an error that blames one, except the messages, would
     meet every call.
     """
-    word = str(status)
-    kind, hint = MEANINGS.get(word, ("stop", FIX_REQUEST))
-    if status >= 500 and word not in MEANINGS or status == 402 and wait:
+    kind, hint = MEANINGS.get(str(status), ("stop", FIX_REQUEST))
+    if status >= 500 and str(status) not in MEANINGS or status == 402 and wait:
         kind = "retry"
-    kind = statuses.get(word, kind)
+    kind = statuses.get(status, kind)
     told = [code for code in error.codes if code in MEANINGS and not code.isdigit()]
     if told:
         kind, hint = MEANINGS[told[0]]
@@ -3229,7 +3248,7 @@ def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable
         detail += "; " + hint
     billed = status >= 500 and kind == "retry"
     failure = CallFailed(kind, detail, status=status, wait=wait, billed=billed)
-    failure.certain = bool(told) or status == 413 or word in statuses
+    failure.certain = bool(told) or status == 413 or status in statuses
     return failure
 
 
@@ -3334,6 +3353,11 @@ APIS: Dict[str, Api] = {
         lambda schema: {"output_config": {
             "format": {"type": "json_schema", "schema": schema}}}),
 }
+
+
+def asked_structure(api: Api, task: Task, ids: Sequence[str]) -> Dict[str, Any]:
+    """What asks for an object keyed by these ids."""
+    return api.structure(reply_schema(task, ids))
 
 
 def reply_schema(task: Task, ids: Sequence[str]) -> Object:
@@ -3577,37 +3601,41 @@ def function_model(place: str) -> Call:
 Element = Dict[str, Any]
 
 
-def demo_model(task: Task, settings: str) -> Call:
+class Demo:
     """Offline answers, and at given rates the faults of real models.
 
-    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.  The same prompt asked again may meet other faults.
+    Told by `NAME=RATE,...,seed=N,delay=SECONDS`.
     """
-    import random
-    seen: Counter[str] = collections.Counter()          # how often each prompt was asked
-    rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
-    for part in filter(None, settings.split(",")):
-        name, _, value = part.partition("=")
-        if name not in rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
-            raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
-                shown(part), ", ".join(rates)))
-        rates[name] = float(value)
-    for field, schema in task.fields.items():
-        if broken_rule(schema, demo_value(schema, 1)) is not None:
-            raise HarnessError("the demo model has no value for field %s; use labels"
-                               % shown(field))
 
-    def call(prompt: str, extra: Object) -> Reply:
-        seen[prompt] += 1
-        dice = random.Random("%s %d %s" % (rates["seed"], seen[prompt], prompt))
-        time.sleep(rates["delay"])
+    def __init__(self, task: Task, settings: str) -> None:
+        self._task = task
+        self._seen: Counter[str] = collections.Counter()            # how often each was asked
+        self._rates = dict.fromkeys((*DEMO_FAULTS, "seed", "delay"), 0.0)
+        for part in filter(None, settings.split(",")):
+            name, _, value = part.partition("=")
+            if name not in self._rates or not re.match(r"(\d{1,9}|\d{0,3}\.\d{1,9})\Z", value):
+                raise HarnessError("--model demo: %s is no NAME=RATE; the names are %s" % (
+                    shown(part), ", ".join(self._rates)))
+            self._rates[name] = float(value)
+        for field, schema in task.fields.items():
+            if broken_rule(schema, demo_value(schema, 1)) is not None:
+                raise HarnessError("the demo model has no value for field %s; use labels"
+                                   % shown(field))
+
+    def __call__(self, prompt: str, extra: Object) -> Reply:
+        """The reply to one prompt; the same prompt asked again may meet other faults."""
+        import random
+        self._seen[prompt] += 1
+        dice = random.Random("%s %d %s" % (self._rates["seed"], self._seen[prompt], prompt))
+        time.sleep(self._rates["delay"])
         asked = re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)
-        elements = [demo_element(task, *item) for item in asked]
-        faults = [name for name in DEMO_FAULTS if dice.random() < rates[name]]
+        elements = [self._element(*item) for item in asked]
+        faults = [name for name in DEMO_FAULTS if dice.random() < self._rates[name]]
         for name in faults:
             if elements and name in ELEMENT_FAULTS:
                 ELEMENT_FAULTS[name](elements, dice)
         document: Any = elements
-        if task.form == "keyed":
+        if self._task.form == "keyed":
             document = {element.pop("id"): element for element in map(dict, elements)}
         text = json.dumps(document, ensure_ascii=False)
         finish, refusal = "stop", None
@@ -3618,18 +3646,15 @@ def demo_model(task: Task, settings: str) -> Call:
         if "refuse" in faults:
             refusal = "I would rather not."
         return Reply(text, finish, refusal, "demo-1")
-    return call
 
-
-def demo_element(task: Task, name: str, text: str) -> Element:
-    """What the demo model says of one item."""
-    number = int(text_digest(unguard(text))[:8], 16)
-    element: Element = {"id": name}
-    if task.rubric_version is not None:
-        element["rubric_version"] = task.rubric_version
-    for field, schema in task.fields.items():
-        element[field] = demo_value(schema, number)
-    return element
+    def _element(self, name: str, text: str) -> Element:
+        number = int(text_digest(unguard(text))[:8], 16)
+        element: Element = {"id": name}
+        if self._task.rubric_version is not None:
+            element["rubric_version"] = self._task.rubric_version
+        for field, schema in self._task.fields.items():
+            element[field] = demo_value(schema, number)
+        return element
 
 
 def demo_value(schema: Any, number: int) -> Any:
@@ -3697,8 +3722,6 @@ DEMO_FAULTS = (*ELEMENT_FAULTS, *TEXT_FAULTS)
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
 NO_FILES = frozenset({errno.EMFILE, errno.ENFILE})
-TOO_MANY = CallFailed("retry", "too few files may be open for so many workers; raise `ulimit -n`, "
-                      "or lower --workers")
 OVERLOADED = frozenset({429, 503, 529}) # HTTP statuses after which fewer calls are made at once
 MAX_STRIKES = 10                        # failures in a row, with no reply between, that end a run
 MAX_FAILURES = 10                       # of one call, while others succeed: it is left this time
@@ -3939,7 +3962,7 @@ class Pace:
         As long as the server says, else bounded exponential; jittered.
         """
         held = now < self.held_until                    # of an episode whose wait is known
-        overloaded = failure.status in OVERLOADED or failure is TOO_MANY
+        overloaded = failure.status in OVERLOADED
         if not held:
             self.strikes += 1
         if overloaded and not held:
@@ -4196,23 +4219,30 @@ class Run:
         return before
 
 
-def next_step(due: float = math.inf, opens: float = 0.0, in_flight: int = 0, spent: str = "",
-              vain: str = "") -> Union[float, str]:
+class Moment(NamedTuple):
+    """What a thread knows that looks for its next call; times in seconds."""
+
+    due: float = math.inf               # when there is a call to make; infinity: there is none
+    opens: float = 0.0                  # when the pace lets it begin
+    in_flight: int = 0
+    spent: str = ""                     # the budget that is used up
+    vain: str = ""                      # why a person should look first
+
+
+def next_step(at: Moment) -> Union[float, str]:
     """When to make the next call, or why none is made any more; "": all is done.
 
-    `due` is when there is a call to make (infinity: there is none), `opens` when the pace lets it
-    begin, `spent` the budget that is used up, `vain` why a person should look first.  Infinity: not
-    before another has ended, which may be accepted though so many were not.
+    Infinity: not before another has ended, which may be accepted though so many were not.
     """
-    if vain and not in_flight:
-        return vain
-    if spent and due < math.inf:
-        return spent
-    if due == math.inf and not in_flight:
+    if at.vain and not at.in_flight:
+        return at.vain
+    if at.spent and at.due < math.inf:
+        return at.spent
+    if at.due == math.inf and not at.in_flight:
         return ""
-    if vain:
+    if at.vain:
         return math.inf
-    return max(due, opens)
+    return max(at.due, at.opens)
 
 
 class Pool:
@@ -4353,7 +4383,7 @@ class Pool:
         run, pace = self._run, self._pace
         while not run.code and self._workers <= max(1, self._most):
             now = time.monotonic()
-            step = self._step(now)
+            step = next_step(self._moment(now))
             if isinstance(step, str):
                 if step:
                     run.stop(step, STOPPED)
@@ -4376,14 +4406,14 @@ class Pool:
         run.lock.notify_all()               # others may have nothing more to do, either
         return None
 
-    def _step(self, now: float) -> Union[float, str]:
-        """What to do next, the next call being in the queue where there is any."""
+    def _moment(self, now: float) -> Moment:
+        """How things stand, the next call being in the queue where there is any."""
         run, due = self._run, math.inf
         self._fill(now)
         if self._queue:
             due = self._queue[0][0]
         opens = self._pace.opens(self._in_flight)
-        return next_step(due, opens, self._in_flight, run.spent(now), run.in_vain())
+        return Moment(due, opens, self._in_flight, run.spent(now), run.in_vain())
 
     def _fill(self, now: float) -> None:
         """Queue the calls of a new batch, where no call can be made."""
@@ -4410,7 +4440,7 @@ class Pool:
         except OSError as error:
             if error.errno not in NO_FILES:
                 raise
-            return functools.partial(self._failed, queued, TOO_MANY)
+            return functools.partial(self._no_files, queued)
         return functools.partial(self._replied, queued, came, prompt, {
             "at": timestamp(), "run": run.run_id, "ms": round(1000 * (time.monotonic() - started)),
             "params": params, "arm": queued.flight.arm, "prompt_sha": prompt_digest(prompt),
@@ -4425,10 +4455,22 @@ class Pool:
         row = run.settle(queued.ask, came, context)
         self._push(queued.flight.told(queued.ask, row["verdict"]))
         if isinstance(came, Reply) and seems_cut(prompt, came.tokens_in):
+            roomier = run.model.roomier or "give it a larger context"
             run.hint("cut", "the endpoint counted %s tokens in a prompt of %d items: it seems to "
-                     "read only a part; give it a larger context (of Ollama: OLLAMA_CONTEXT_LENGTH)"
-                     ", or take a smaller --batch-size or --batch-chars" % (
-                         came.tokens_in, len(queued.ask.items)))
+                     "read only a part; %s, or take a smaller --batch-size or --batch-chars" % (
+                         came.tokens_in, len(queued.ask.items), roomier))
+
+    def _no_files(self, queued: Queued) -> None:
+        """No file descriptor was left for a call: another worker makes it, or the last again."""
+        run = self._run
+        words = ("too few files may be open for so many workers; raise `ulimit -n`, or lower "
+                 "--workers")
+        run.tally.calls -= 1
+        run.hint("files", words + " (going on with fewer)")
+        self._push([queued])
+        self._most = min(self._most, self._workers) - 1
+        if self._most < 0:              # at 0, others held the descriptors when it failed
+            run.stop(words, STOPPED)
 
     def _failed(self, queued: Queued, failure: CallFailed) -> None:
         """A call that brought no reply: repeat it later, leave it, or end the run."""
@@ -4466,13 +4508,13 @@ class Pool:
             self._push([queued], now + wait)
 
 
-# ====================================================================================================
+# ==================================================================================================
 # BATCH JOBS.  Plans driven by a provider's batch engine, or through files.  The ledger is the
 # memory: what is to be made stands there before it is made, under a key that it keeps; what may
 # have been made is looked for before it is submitted again.  Requests are written as they are made;
 # results are read line by line, joined by custom id alone and judged like any reply; a provider's
 # counters are shown and never believed.
-# ====================================================================================================
+# ==================================================================================================
 
 MAX_REQUESTS = 50_000                   # of one job, and so of one row of the ledger
 MAX_JOB_BYTES = 90_000_000              # after which a job takes no more: providers take 100 MB
@@ -6282,7 +6324,8 @@ would cost         | cost           | %(cost)s
 repeated rows      | repeated       | %(repeated)s, not counted
 """)
 ASKED = """
-instruction fields at run input rows items model host params arms batch_size fingerprint stage
+instruction fields examples at run input rows items model host params arms batch_size
+fingerprint stage
 """
 EXPLAINED = """
 outcome target verdict meaning detail answer attempt fallback size batch_id model_string asked
@@ -7567,8 +7610,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> Any:
         """What argparse calls when the words make no sense."""
-        hidden = re.sub(r"(?i)(--[\w-]*(?:key|token)[\w-]*[= ])\S+", r"\1***", message)
-        raise HarnessError("%s; see %s --help" % (hidden, self.prog))
+        raise HarnessError("%s; see %s --help" % (message, self.prog))
 
 
 def duration(number: str, unit: str) -> float:
@@ -7623,16 +7665,11 @@ def option_value(takes: str, text: str) -> Any:
 # Groups; under each, commands; and under these their options with what each takes: a choice of
 # words, one of TAKES or a text; one or several of them where + follows; to be given where ! does.
 OPTIONS = """
-ledger:
-  run trial emit collect explain apply
-    --ledger FILE               default %s
-  report export audit
-    --ledger FILE+              one or several (default %s)
 input:
   run trial emit export
-    --input FILE!               JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin
+    -i/--input FILE             required: JSONL, CSV, TSV, text or SQLite, also gzipped; - for stdin
   report explain audit
-    --input FILE                where the texts are
+    -i/--input FILE             where the texts are
   run trial emit export report explain audit
     --input-format %s           default: by the file's ending
     --text-field NAME           field or column of the text (default text)
@@ -7641,24 +7678,25 @@ input:
     --table NAME                table of an SQLite file
     --query SQL                 query on an SQLite file
     --skip-bad                  go on without bad rows
-    --id-length 12..32          hex digits of an id (default 12)
-  run trial emit
-    --shard I/N                 ask the I-th of N parts, by the texts' ids
+ledger:
+  run trial emit collect explain apply
+    --ledger FILE               default %s
+  report export audit
+    --ledger FILE+              one or several (default %s)
 task and model:
   run trial emit
+    -m/--model PROVIDER:NAME    required: %s
     --instruction TEXT          what to say of each text; @FILE: as the file says
     --instruction-file FILE     the same: a text file in UTF-8 that holds the instruction
     --labels A,B,C              the closed list of answers, a CSV row: '"so, so",good'
-    --stage NAME                name of this pass (default main)
     --task FILE.json            instruction, fields, rubric version and stage in a file
-    --model PROVIDER:NAME       %s
+    --stage NAME                name of this pass (default main)
     --base-url URL              of an endpoint of OpenAI's form, with its /v1
     --api-key-env NAME          variable that holds the key
     --param NAME=JSON           add to each request
     --timeout DURATION          for one call (default 300s)
     --max-tokens N              of one reply, under the name the provider has for it
     --structured                ask the endpoint for one object keyed by id, held to a schema
-    --api-version DATE          of anthropic's API
     --workers 1..1024           calls in flight (default 4; 1 for a model on this machine)
     --rpm N                     calls a minute, at most
 batches and policy:
@@ -7668,33 +7706,23 @@ batches and policy:
     --sizes A,B,..              batch sizes, one arm each (default 1,1,2)
     --sample N                  items, the same on every machine (default 300)
   run trial emit
-    --batch-chars N             characters of text a prompt, at most
-    --order set|strict          strict: place i must hold id i
     --attempts N                how often a batch is asked (default 2)
     --on-failure single|split|exclude    what follows (default single)
-    --retry-param NAME=JSON     change the request from the second attempt on
     --price IN,OUT              of a million tokens of prompts and of replies; says the cost
   run trial
     --max-calls N               make at most N calls now
     --max-cost AMOUNT           begin no call once this run has cost so much (--price)
     --deadline DURATION         begin no call after this time
-  run trial collect
-    --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
   run emit
     --retry-quarantined         ask quarantined items again, each alone
   run emit apply
     --limit N                   at most N items (apply: rows) now
   run trial emit apply
     --dry-run                   call and write nothing; show the counts, and the first prompt
-  run
-    --baseline LEDGER           another ledger that shows what the model does at size 1
 batch jobs:
   run
     --batch-api                 send the calls through the provider's batch engine
-    --finish jobs|online        how later rounds go (default jobs)
     --no-wait                   leave as soon as jobs are submitted (exit code 4)
-  run emit
-    --abandon JOB               cancel this job, ignore its results, ask its items again
   emit
     file FILE                   the requests, in OpenAI's batch form
     --parts N                   write N files: FILE-1-of-N and on
@@ -7711,38 +7739,109 @@ reading:
     --html FILE                 also as one page, with the first texts and answers (--input)
     --json                      as data
   export
-    --output FILE               .csv, .db (SQLite) or .jsonl (default stdout)
+    -o/--output FILE            .csv, .db (SQLite) or .jsonl (default stdout)
     --columns answers|provenance|all    default answers: yours, answers; all: the origin, too
     --status answered|quarantined|pending|skipped+    only the rows that stand so
-    --raw-csv                   leave cells that a spreadsheet would run as they are
   export apply
     --stage NAME                whose answers, where the ledger holds several tasks
-    --fingerprint HEX           whose answers, by the task's fingerprint
 table:
   apply
-    --database FILE!            of SQLite
-    --table NAME!               whose rows are written
+    --database FILE!            required: of SQLite
+    --table NAME!               required: whose rows are written
     --text-field COLUMN         column that holds the text (default text)
     --id-field COLUMN           column that holds your own key (default id)
-    --batch-column COLUMN!      takes RUN/BATCH/ITEM, which decided
+    --batch-column COLUMN!      required: takes RUN/BATCH/ITEM, which decided
     --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
     --set COLUMN=FIELD          which column takes which field (default: those of the same name)
-""" % (LEDGER, LEDGER, "|".join(sorted(READERS)), CHOICES, AT_FIRST, IN_A_ROW)
+rarely needed:
+  run trial emit export report explain audit
+    --id-length 12..32          hex digits of an id (default 12)
+  run trial emit
+    --shard I/N                 ask the I-th of N parts, by the texts' ids
+    --batch-chars N             characters of text a prompt, at most
+    --order set|strict          strict: place i must hold id i
+    --retry-param NAME=JSON     change the request from the second attempt on
+    --api-version DATE          of anthropic's API
+  run trial collect
+    --keep-going                where %d calls at first, or %d in a row, bring no acceptable reply
+  run
+    --baseline LEDGER           another ledger that shows what the model does at size 1
+    --finish jobs|online        how later rounds of batch jobs go (default jobs)
+  run emit
+    --abandon JOB               cancel this job, ignore its results, ask its items again
+  export
+    --raw-csv                   leave cells that a spreadsheet would run as they are
+  export apply
+    --fingerprint HEX           whose answers, by the task's fingerprint
+""" % ("|".join(sorted(READERS)), LEDGER, LEDGER, CHOICES, AT_FIRST, IN_A_ROW)
 FIELDS = {"--ledger FILE+": "ledgers", "--set COLUMN=FIELD": "columns",
           "--columns answers|provenance|all": "export_columns"}    # other names in Settings
 
+# Each command, what it is for, and three lines to type.
+GUIDE = """
+  run      ask about every item that has no answer yet
+python3 batch_harness.py reviews.csv --labels good,bad --model openai:NAME --dry-run
+python3 batch_harness.py reviews.csv --labels good,bad --model openai:NAME --limit 20
+python3 batch_harness.py reviews.csv --task task.json --model ollama:NAME --batch-size 5
+  trial    ask a sample at several batch sizes, to compare
+python3 batch_harness.py trial reviews.csv --labels good,bad --model openai:NAME
+python3 batch_harness.py trial reviews.csv --task task.json -m ollama:NAME --sizes 1,1,5
+python3 batch_harness.py trial sample_items.jsonl --model demo
+  emit     write the requests to a file, for another engine
+python3 batch_harness.py emit requests.jsonl -i reviews.csv --labels good,bad -m NAME
+python3 batch_harness.py emit requests.jsonl -i reviews.csv --task task.json -m NAME --parts 4
+python3 batch_harness.py emit requests.jsonl -i sample_items.jsonl -m NAME --batch-size 5
+  collect  take in that engine's results
+python3 batch_harness.py collect results.jsonl
+python3 batch_harness.py collect results-1.jsonl results-2.jsonl
+python3 batch_harness.py collect results.jsonl --ledger runs/reviews.jsonl
+  report   what the calls on ledgers came to, and which size is safe
+python3 batch_harness.py report
+python3 batch_harness.py report --html report.html --input reviews.csv
+python3 batch_harness.py report --fail-unless-safe 5
+  explain  all that is known of one item
+python3 batch_harness.py explain 1f3a9c
+python3 batch_harness.py explain 17 --input reviews.csv
+python3 batch_harness.py explain 1f3a9c --ledger runs/reviews.jsonl
+  export   join the answers to the input, in its order
+python3 batch_harness.py export reviews.csv --output answers.csv
+python3 batch_harness.py export reviews.csv --output answers.db
+python3 batch_harness.py export reviews.csv -o answers.jsonl --ledger runs/1.jsonl runs/2.jsonl
+  audit    check every line of ledgers, and the numbers
+python3 batch_harness.py audit
+python3 batch_harness.py audit --input reviews.csv
+python3 batch_harness.py audit --ledger runs/1.jsonl runs/2.jsonl
+  apply    write answers into a table of SQLite
+python3 batch_harness.py apply --database a.db --table reviews --batch-column batch --dry-run
+python3 batch_harness.py apply --database a.db --table reviews --batch-column batch --limit 10
+python3 batch_harness.py apply --database a.db --table t --batch-column b --set label=answer
+""".strip("\n").split("\n")
+WELCOME = """Ask a language model about many short texts; keep only answers that prove whose they are.
+
+python3 batch_harness.py reviews.csv --labels good,bad --model openai:NAME --dry-run
+python3 batch_harness.py trial reviews.csv --labels good,bad --model openai:NAME
+python3 batch_harness.py export reviews.csv --output answers.csv
+"""
+HELP = """%s
+Commands, each with its own --help; without one: run
+%s
+
+Exit codes
+%s"""
+WITH_INPUT = ("run", "trial", "emit", "export")     # commands that need one, named bare or not
+
 # Two options that are not given together, and what is said of the first one.
-REFUSED = (
-    ("template", "text_field", "and --text-field say the same; give one of them"),
-    ("table", "query", "and --query say the same; give one of them"),
-    ("instruction", "instruction_file", "and --instruction-file say the same; give one of them"),
-    ("task", "instruction", "holds the instruction; leave --instruction out"),
-    ("task", "instruction_file", "holds the instruction; leave --instruction-file out"),
-    ("task", "labels", "holds the labels; leave --labels out"),
-    ("task", "stage", "holds the stage; leave --stage out"),
-    *((name, "batch_api", "means nothing to batch jobs; bound them with --limit")
-      for name in ("max_calls", "max_cost")),
-)
+REFUSED = """
+template, text_field, and --text-field say the same; give one of them
+table, query, and --query say the same; give one of them
+instruction, instruction_file, and --instruction-file say the same; give one of them
+task, instruction, holds the instruction; leave --instruction out
+task, instruction_file, holds the instruction; leave --instruction-file out
+task, labels, holds the labels; leave --labels out
+task, stage, holds the stage; leave --stage out
+max_calls, batch_api, means nothing to batch jobs; bound them with --limit
+max_cost, batch_api, means nothing to batch jobs; bound them with --limit
+"""
 
 
 def spelled(name: str) -> str:
@@ -7757,7 +7856,8 @@ def given(options: Settings, name: str) -> bool:
 
 def check_options(options: Settings) -> None:
     """HarnessError for options that contradict each other, or are given twice."""
-    for name, other, words in REFUSED:
+    for line in REFUSED.strip().split("\n"):
+        name, other, words = line.split(", ")
         if given(options, name) and given(options, other):
             raise HarnessError("%s %s" % (spelled(name), words))
     for name in ("no_wait", "abandon", "finish"):
@@ -7931,20 +8031,22 @@ def outlook(run: Run, frozen: InputCount) -> str:
         calls = calls_to_expect(run, pending, left, quarantined)
         if state.arm is None:
             first += ": %d answered, %d quarantined, %d pending" % (answered, quarantined, left)
-            lines.append("at batch size %d: %s" % (pending.size, calls))
+            if calls:
+                lines.append("at batch size %d: %s" % (pending.size, calls))
         else:
-            lines.append("arm %d, size %d: %d of %d items settled, %s; at best it can show %s" % (
-                state.arm, pending.size, items - left, items, calls,
+            lines.append("arm %d, size %d: %d of %d items settled, %sat best it can show %s" % (
+                state.arm, pending.size, items - left, items, calls and calls + "; ",
                 at_best(items // pending.size)))
     if run.options.command == "trial":
         first += ": a sample of %d" % items
         lines += trial_words(run.options.sizes)
-    lines.append("a call that brings no reply is made again; texts go to " + run.model.host)
+    if run.tally.pending:
+        lines.append("a call that brings no reply is made again; texts go to " + run.model.host)
     return "\n".join([first, *lines])
 
 
 def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
-    """How many calls the items of one size take; counts them as pending.
+    """How many calls the items of one size take, "" for none; counts them as pending.
 
     `asked` items are open, and `alone` are quarantined: a call of its own for each, where at all.
     """
@@ -7956,6 +8058,8 @@ def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
     batched = asked - alone
     run.tally.pending += asked
     calls = alone + math.ceil(batched / pending.size)
+    if not calls:
+        return ""
     # How texts fall into batches is not known before.
     cost = run.cost_to_expect(pending, asked, calls)
     if options.batch_chars is not None or pending.state.open or (options.limit and alone):
@@ -8006,6 +8110,7 @@ def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
     header = functools.partial(run_header, run, frozen)
     if options.command == "emit":
         return emit_requests(run, header, jobs, ledger, out)
+    begun = time.monotonic()
     say.aside()                     # what is paid for must not wait for a terminal
     if options.batch_api:
         run_by_jobs(run, header, jobs, ledger, say)
@@ -8020,7 +8125,7 @@ def ask_all(run: Run, ledger: Ledger, frozen: InputCount, jobs: JobState,
         answered, items, " (not all on the ledger)" if ledger.astray else "", quarantined)
     if run.tally.calls:
         out("%s, %d pending" % (summary, items - answered - quarantined))
-        out(spent_words(run))
+        out(spent_words(run, time.monotonic() - begun))
     elif not run.code:
         out("nothing to do: " + summary + answered_words(run))
     return closing_words(run, answered, quarantined, out)
@@ -8087,12 +8192,13 @@ def say_baseline(run: Run, say: Speaker) -> None:
                 singles, BASELINE, options.batch_size))
 
 
-def spent_words(run: Run) -> str:
+def spent_words(run: Run, seconds: float) -> str:
     """What a run has spent."""
     figures, tally = run.figures, run.tally
-    words = ("this run: %d calls, first pass ok %s full batches, %d fallback calls, "
+    taken = re.sub("^0:0?", "", clock(seconds))
+    words = ("this run: %d calls in %s, first pass ok %s full batches, %d fallback calls, "
              "%d calls without a reply" % (
-                 tally.calls, rate(figures.first_ok, figures.first), figures.fallbacks,
+                 tally.calls, taken, rate(figures.first_ok, figures.first), figures.fallbacks,
                  tally.failures))
     if figures.tokens_in:
         words += "; %d tokens in, %d out" % (figures.tokens_in, figures.tokens_out)
@@ -8103,7 +8209,6 @@ def spent_words(run: Run) -> str:
 
 def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> int:
     """The last lines of a run: what went wrong and what to type next; the exit code."""
-    import shlex
     options, code, reason = run.options, run.code, run.reason
     if run.examples:
         out("replies that were not accepted: %s; `explain ID` shows one" % ", ".join(
@@ -8127,28 +8232,66 @@ def closing_words(run: Run, answered: int, quarantined: int, out: Speaker) -> in
         return code
     trial = options.command == "trial"
     if quarantined:
-        out("quarantined items stay out of later runs; `%s` says why; fix that, then %s" % (
-            shlex.join(("explain", "ID", "--ledger", options.ledger)),
+        out("quarantined items stay out of later runs; see why, fix that, then %s" % (
             "take another --ledger" if trial else "--retry-quarantined"))
-    if trial or (answered and options.input != "-"):
-        words = ["report", "--ledger", options.ledger] if trial else export_words(run)
-        out("next: python3 batch_harness.py " + shlex.join(words))
+        out("see why: " + pasted(options, "explain", quarantined_id(run)), wrap=False)
+    say_next(run, answered, out)
     return QUARANTINED_LEFT if quarantined else DONE
 
 
-def export_words(run: Run) -> List[str]:
-    """The command that exports what this run answered."""
+def say_next(run: Run, answered: int, out: Speaker) -> None:
+    """What to type next, in lines that a terminal does not wrap."""
     options = run.options
-    words = ["export", "--ledger", options.ledger]
-    for name in ("input", "input_format", "text_field", "id_field", "template", "table", "query",
-                 "id_length"):
-        if given(options, name):
-            words += [spelled(name), str(getattr(options, name))]
-    if options.skip_bad:
-        words.append("--skip-bad")
-    if run.arms[0].state.other_tasks:
-        words += ["--fingerprint", run.task.fingerprint]
-    return [*words, "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]
+    state = run.arms[0].state
+    left = state.count(FROZEN) - state.count(ANSWERED | QUARANTINED)
+    if options.command == "trial":
+        out("next: " + pasted(Settings(ledger=options.ledger), "report"), wrap=False)
+    elif options.limit and left:
+        out("next: the same command again asks more of the %d pending items" % left)
+    elif answered and options.input != "-":
+        if options.workers == run.model.workers:
+            options = options._replace(workers=0)
+        secret = re.search("[?@]", options.base_url or "")      # a URL may hold a key there
+        first = options.batch_size == 1 and state.sizes is None
+        if options.command == "run" and first and not secret:
+            out("try size 2: " + pasted(options, "trial"), wrap=False)
+        words = ["export", "--output", os.path.splitext(options.ledger)[0] + "-answers.csv"]
+        if state.other_tasks:
+            words += ["--fingerprint", run.task.fingerprint]
+        out("next: " + pasted(options, *words), wrap=False)
+
+
+def quarantined_id(run: Run) -> str:
+    """The id of an item that is quarantined in an arm."""
+    keys = (key for arm in run.arms for key, flags in arm.state.status.items()
+            if flags & QUARANTINED and flags & FROZEN)
+    return short_id(next(keys))
+
+
+def pasted(options: Settings, command: str, *more: str) -> str:
+    """A line for a shell: a command, with those of these options that it has, too."""
+    import shlex
+    words = ["python3", "batch_harness.py", command, *more]
+    for _, names, takes, _ in options_of(command):
+        option = names[-1]
+        name = option[2:].replace("-", "_")
+        if name in Settings._fields and given(options, name):
+            words += typed_again(option, takes, getattr(options, name))
+    return shlex.join(words)
+
+
+def typed_again(option: str, takes: str, value: Any) -> List[str]:
+    """An option with its value, as words."""
+    values = [value]
+    if not takes:
+        return [option]
+    if "=" in takes:
+        values = ["%s=%s" % (name, json.dumps(part)) for name, part in value]
+    if takes == "I/N":
+        values = ["%d/%d" % value]
+    if takes == "IN,OUT":
+        values = ["%s,%s" % tuple(value)]
+    return [word for value in values for word in (option, str(value))]
 
 
 def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -8169,52 +8312,98 @@ def command_export(options: Settings, say: Speaker, out: Speaker) -> int:
     return DONE
 
 
-COMMANDS: Dict[str, Tuple[str, Callable[[Settings, Speaker, Speaker], int]]] = {
-    "run": ("ask about every item that has no answer yet", command_run),
-    "trial": ("ask a sample at several batch sizes, to compare", command_run),
-    "emit": ("write the requests to a file, for another engine", command_run),
-    "collect": ("take in that engine's results", command_collect),
-    "report": ("what the calls on ledgers came to, and which size is safe", command_report),
-    "explain": ("all that is known of one item", command_explain),
-    "export": ("join the answers to the input, in its order", command_export),
-    "audit": ("check every line of ledgers, and the numbers", command_audit),
-    "apply": ("write answers into a table of SQLite", command_apply),
+COMMANDS: Dict[str, Callable[[Settings, Speaker, Speaker], int]] = {
+    "run": command_run,
+    "trial": command_run,
+    "emit": command_run,
+    "collect": command_collect,
+    "report": command_report,
+    "explain": command_explain,
+    "export": command_export,
+    "audit": command_audit,
+    "apply": command_apply,
 }
 
 
-def parser(typed: str) -> Parser:
-    """The command line: each of COMMANDS, and the options of the one that is typed."""
-    codes = "; ".join("%d %s" % entry for entry in EXITS.items())
-    top = Parser(
-        prog="batch_harness", allow_abbrev=False,
-        description="Ask a language model about many short texts, and keep only answers that "
-                    "prove whose they are. Without a command: run.",
-        epilog="Each command has its own --help. Exit codes: " + codes)
-    top.add_argument("--version", action="version", version="batch_harness " + __version__)
-    commands = top.add_subparsers(dest="command", parser_class=Parser, metavar="COMMAND")
-    for name, (purpose, _) in COMMANDS.items():
-        command = commands.add_parser(
-            name, help=purpose, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-        if name == typed:
-            add_options(command)
-    return top
+def top_help() -> str:
+    """The overview, the commands and the exit codes."""
+    exits = ["  %-9d%s" % entry for entry in EXITS.items()]
+    return HELP % (WELCOME, "\n".join(GUIDE[::4]), "\n".join(exits))
 
 
-def add_options(command: Parser) -> None:
-    """Add those of OPTIONS that a command has."""
+def options_of(command: str) -> Iterator[Tuple[str, List[str], str, str]]:
+    """Those of OPTIONS that a command has: group, names, what it takes, help."""
     mine = False
     for line in OPTIONS.strip().split("\n"):
         if not line.startswith(" "):
-            group = command.add_argument_group(line[:-1])
+            title = line[:-1]
         elif not line.startswith("    "):
-            mine = command.prog.split()[-1] in line.split()
+            mine = command in line.split()
         elif mine:
-            add_option(group, *re.split("  +", line.strip()))
+            typed, words = re.split("  +", line.strip())
+            names, _, takes = typed.partition(" ")
+            yield title, names.split("/"), takes, words
 
 
-def add_option(group: Any, typed: str, words: str) -> None:
+def parser(command: str) -> Parser:
+    """The parser of one command."""
+    place = 4 * list(COMMANDS).index(command)
+    purpose, *examples = GUIDE[place:place + 4]
+    made = Parser(
+        prog="batch_harness " + command, usage="\n".join(["", *examples]), allow_abbrev=False,
+        description=purpose[11:], argument_default=argparse.SUPPRESS)
+    title = ""
+    for heading, names, takes, words in options_of(command):
+        if heading != title:
+            group = made.add_argument_group(heading)
+        title = heading
+        add_option(group, names, takes, words)
+    return made
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """What else a person may have meant, as advice."""
+    import difflib
+    for meant in difflib.get_close_matches(word, known, 1):
+        return "did you mean %s?" % meant
+    return "see --help"
+
+
+def check_spelling(command: str, words: Sequence[str]) -> None:
+    """HarnessError for an option that a command does not have.  Its value may be a secret."""
+    known = [names[-1] for _, names, _, _ in options_of(command)]
+    for word in words:
+        name = word.partition("=")[0]
+        if re.match(r"--[\w-]+\Z", name) and name not in (*known, "--help"):
+            raise HarnessError("%s has no option %s; %s" % (command, name, nearest(name, known)))
+
+
+def settings_of(words: Sequence[str]) -> Settings:
+    """The options that were typed; the input may stand without its option."""
+    command, *rest = words
+    if command not in COMMANDS:
+        if command[0:1] != "-" and not os.path.exists(command):
+            raise HarnessError("there is no command and no file %s; %s" % (
+                shown(command), nearest(command, COMMANDS)))
+        command, rest = "run", list(words)
+    check_spelling(command, rest)
+    found, bare = parser(command).parse_known_args(rest)
+    values = vars(found)
+    if command in WITH_INPUT:
+        bare = sorted({*bare, values.get("input", "")} - {""})
+        if len(bare) != 1:
+            raise HarnessError(
+                "%s asks about one file (given: %s); name it first, or with --input" % (
+                    command, " and ".join(map(shown, bare)) or "none"))
+        [values["input"]] = bare
+    elif bare:
+        raise HarnessError("%s: %s stands without an option; see %s --help" % (
+            command, shown(bare[0]), command))
+    return Settings(command=command, **values)
+
+
+def add_option(group: Any, names: Sequence[str], takes: str, words: str) -> None:
     """Add one option, with what it takes, to a group of argparse's."""
-    option, _, takes = typed.partition(" ")
     word = takes.rstrip("!+")
     more: Dict[str, Any] = {"metavar": word} if word else {"action": "store_true"}
     if word in TAKES:
@@ -8227,16 +8416,61 @@ def add_option(group: Any, typed: str, words: str) -> None:
         more.update(nargs="+", action="extend")
     if takes.endswith("!"):
         more["required"] = True
+    typed = "%s %s" % (names[-1], takes)
     if typed in FIELDS:
         more["dest"] = FIELDS[typed]
-    group.add_argument(option, help=words, **more)
+    group.add_argument(*names, help=words, **more)
+
+
+# How a command ends that could not do its work; a fault of its own is said at greater length.
+# No code but 3 is true of the last ones: the ledger can be gone on with.
+ENDINGS: Sequence[Tuple[Type[BaseException], str, int]] = (
+    (HarnessError, "{0}", USAGE),
+    # Some Pythons are built without parts of the standard library.
+    (ImportError, "this Python has no module {0.name}, and this command needs it; use another "
+                  "Python", USAGE),
+    (KeyboardInterrupt, "interrupted; run the same command again", INTERRUPTED),
+    (BrokenPipeError, "", STOPPED),         # whoever read the export has seen enough
+    (OSError, "{0}; then run the same command again, what is on the ledger counts", STOPPED),
+    (Exception, "a fault of its own in {1.name}, line {1.lineno}: {2}: {0}; please report it, "
+                "nothing on the ledger is lost", STOPPED))
+
+
+def say_ending(error: BaseException, say: Speaker) -> int:
+    """Say in one line why a command ends; its exit code."""
+    import traceback
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    words, code = next(ending[1:] for ending in ENDINGS if isinstance(error, ending[0]))
+    lines = [*getattr(error, "lines", ())]
+    if words:
+        lines.append("batch_harness: " + words.format(error, where, type(error).__name__))
+    for line in lines:
+        say(re.sub(r"\s*\n\s*", " ", line))
+    return code
+
+
+def obey(words: Sequence[str], say: Speaker, out: Speaker) -> int:
+    """Do what the words say; the exit code."""
+    if sys.getfilesystemencoding() != "utf-8" and any(map(SURROGATE.search, words)):
+        raise HarnessError(
+            "what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
+    if not words:
+        say(WELCOME, wrap=False)
+        raise HarnessError("no file and no command is named; see --help")
+    if words[0] in ("-h", "--help", "help"):
+        out(top_help(), wrap=False)
+        return DONE
+    if words[0] == "--version":
+        out("batch_harness " + __version__)
+        return DONE
+    options = settings_of(words)
+    check_options(options)
+    return COMMANDS[options.command](options, say, out)
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command line; the exit code."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    if not words or words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
-        words.insert(0, "run")
+    words = sys.argv[1:] if argv is None else argv
     for descriptor in (0, 1, 2):    # one that is closed would be given to the next file
         try:
             os.fstat(descriptor)
@@ -8244,41 +8478,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             os.open(os.devnull, os.O_RDWR)
     say, out = Speaker(sys.stderr), Speaker(sys.stdout)
     try:
-        if sys.getfilesystemencoding() != "utf-8" and any(map(SURROGATE.search, words)):
-            raise HarnessError(
-                "what was typed has letters that this locale cannot hold; set LC_ALL=C.UTF-8")
-        options = Settings(**vars(parser(words[0]).parse_args(words)))
-        check_options(options)
-        code = COMMANDS[options.command][1](options, say, out)
+        code = obey(words, say, out)
         out.finish()
         if out.full:
             say("batch_harness: standard output could not be written: no space is left; make room "
                 "and type it again")
             code = code or STOPPED
         return code
-    except HarnessError as error:
-        for line in (*error.lines, "batch_harness: %s" % error):
-            say(re.sub(r"\s*\n\s*", " ", line))
-        return USAGE
-    except ImportError as error:    # some Pythons are built without parts of the standard library
-        say("batch_harness: this Python has no module %s, and this command needs it; use another "
-            "Python" % error.name)
-        return USAGE
-    except KeyboardInterrupt:
-        say("batch_harness: interrupted; run the same command again")
-        return INTERRUPTED
-    except BrokenPipeError:         # whoever read the export has seen enough
-        return STOPPED
-    except OSError as error:        # a disk that failed: what was answered is on the ledger
-        say("batch_harness: %s; then run the same command again, what is on the ledger counts"
-            % error)
-        return STOPPED
-    except Exception as error:      # no code but 3 is true: the ledger can be gone on with
-        import traceback
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        say("batch_harness: a fault of its own in %s, line %s: %s: %s; please report it, nothing "
-            "on the ledger is lost" % (where.name, where.lineno, type(error).__name__, error))
-        return STOPPED
+    except (Exception, KeyboardInterrupt) as error:
+        return say_ending(error, say)
     finally:
         say.finish()
         out.finish()
