@@ -19,7 +19,6 @@ import gzip
 import hashlib
 import http.server
 import io
-import itertools
 import json
 import os
 import pickle
@@ -4294,42 +4293,56 @@ class Runs(EndpointCase):
 # BATCH JOBS
 # ==================================================================================================
 
-class Engine:
-    """A batch engine of OpenAI's form or Anthropic's.
+def ruled(rules, *names):
+    """The action of the first of the rules "PATTERN: ACTION; ..." that is found in a name."""
+    for rule in rules.split("; "):
+        pattern, _, action = rule.partition(": ")
+        if action and any(re.search(pattern, name, re.S | re.M) for name in names):
+            return action
+    return ""
 
-    `answer(prompt, custom_id)` gives the body of a reply, a line of results or None.  `faults` has
-    for a step what becomes of its next calls: None, as it should be; "drop", nothing is done;
-    "lost", it is done and not said; (status, body) in place of it; or a function of these.
-    `gate(step, handled)` is called around each step; where it returns True nobody hears of it.
+
+class Engine:
+    """A batch engine of OpenAI's form or Anthropic's, whose answers and faults are rules.
+
+    Answers are to "JOB CUSTOM_ID", a line feed and the prompt, and the lines of its results, with
+    " + " between: a reply's text (`good` and `bad`: a reply of such answers), `refused`, `nothing`,
+    or a whole line but for the custom id, in which "REPLY" is a good one.
+    Faults are of "STEP N", the Nth request of a step, or of "#N", the Nth of all: see act().
     """
 
-    STEPS = {"files": "upload", "cancel": "cancel", "completions": "chat", "content": "fetch",
-             "results": "fetch", "batches": "list"}
+    STEPS = ("POST .*/files$: upload; POST .*/batches$: create; POST .*/cancel$: cancel; "
+             "POST: chat; GET .*/batches$: list; GET .*/err-: errors; "
+             "GET .*/(content|results)$: fetch; GET: look")
+    JOBS = {"chat": """{"id": %(name)s, "object": "batch", "status": %(status)s,
+        "metadata": %(metadata)s, "input_file_id": %(file)s, "output_file_id": %(out)s,
+        "error_file_id": %(err)s, "errors": null, "created_at": %(made)s,
+        "request_counts": {"total": %(size)s, "completed": %(size)s, "failed": 0}}""",
+            "messages": """{"id": %(name)s, "type": "message_batch",
+        "processing_status": %(status)s, "request_counts": {"processing": %(open)s,
+            "succeeded": %(done)s, "errored": 0, "canceled": 0, "expired": 0},
+        "created_at": %(stamp)s, "results_url": "http://evil.example/results"}"""}
+    STATES = {"chat": ("in_progress", "completed", "cancelling"),
+              "messages": ("in_progress", "ended", "canceling")}
+    LINES = {"chat": '{"response": {"status_code": 200, "request_id": "r", "body": "REPLY"}, '
+                     '"error": null}',
+             "messages": '{"result": {"type": "succeeded", "message": "REPLY"}}'}
+    WHY = '{"message": "no", "type": "invalid_request_error", "param": null, "code": "other"}'
+    REFUSED = {"chat": '{"response": {"status_code": 400, "body": {"error": %s}}}' % WHY,
+               "messages": '{"result": {"type": "errored", "error": {"error": %s}}}' % WHY}
 
-    def __init__(self, answer=None, form="chat", polls=1):
-        self.answer = answer or (lambda prompt, name: self.reply(reply_to_prompt(prompt)))
-        self.form, self.chat, self.polls = form, form == "chat", polls
-        self.jobs, self.files, self.faults = {}, {}, {}
-        self.log, self.headers, self.extra = [], [], []
-        self.ends, self.errors, self.lock = "completed", None, threading.Lock()
-        self.gate = lambda step, handled: False
+    def __init__(self, answers="", faults="", form="chat", polls=1):
+        self.answers, self.faults, self.form, self.polls = answers, faults, form, polls
+        self.jobs, self.files, self.log, self.keys = {}, {}, [], set()
+        self.extra = ""                     # what else its results hold
+        self.lock, self.held, self.go = threading.RLock(), threading.Event(), threading.Event()
         engine = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
 
             def do_GET(self):
-                data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                came = engine.take(self.command, self.path, data, dict(self.headers))
-                if came is None:
-                    self.close_connection = True
-                    return
-                with contextlib.suppress(OSError):
-                    self.send_response(came[0])
-                    self.send_header("Content-Length", str(len(came[1])))
-                    self.end_headers()
-                    self.wfile.write(came[1])
-
+                engine.take(self)
             do_POST = do_GET
 
             def log_message(self, *args):
@@ -4337,435 +4350,548 @@ class Engine:
         self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
         self.server.handle_error = lambda request, address: None       # a client that was killed
-        self.base = "http://127.0.0.1:%d" % self.server.server_address[1] + "/v1" * self.chat
+        port = self.server.server_address[1]
+        self.base = "http://127.0.0.1:%d%s" % (port, "/v1" * (form == "chat"))
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
     def close(self):
+        self.go.set()
         self.server.shutdown()
         self.server.server_close()
 
-    def reply(self, text, **more):
-        return json.loads((completion if self.chat else message)(text, **more))
+    def well(self):
+        """From now on all is well."""
+        self.answers = self.faults = self.extra = ""
 
-    def line(self, name, body, status=200, **more):
-        """A line of results."""
-        if self.chat:
-            response = {"status_code": status, "request_id": "req-b", "body": body}
-            return {"custom_id": name, "response": response, "error": None, **more}
-        return {"custom_id": name, "result": {"type": "succeeded", "message": body}, **more}
-
-    def take(self, method, path, data, headers):
-        """(status, body) of a response; None where the connection is closed."""
-        path, _, query = path.partition("?")
-        step = self.STEPS.get(path.rpartition("/")[2], "look")
-        if method == "POST" and step == "list":
-            step = "create"
-        self.headers.append((step, headers))
-        fault = next(self.faults.get(step, iter(())), None)
-        if self.gate(step, False) or fault == "drop":
-            return None
-        with self.lock:
-            self.log.append(step)
-            came = fault if isinstance(fault, tuple) else self.handle(step, path, query, data)
-        if self.gate(step, True) or fault == "lost":
-            return None
-        return fault(*came) if callable(fault) else came
-
-    def handle(self, step, path, query, data):
-        parts = path.split("/")
-        name = next((part for part in parts if part in self.jobs), None)
-        body = {"error": {"message": "no such job"}}
-        if step == "chat":
-            return 200, completion(reply_to_prompt(json.loads(data)["messages"][0]["content"]))
-        if step == "upload":
-            body = {"id": "file-%d" % len(self.files), "object": "file", "purpose": "batch"}
-            [self.files[body["id"]]] = re.findall(rb"jsonl\r\n\r\n(.*?)\r\n--", data, re.S)
-        elif step == "create":
-            asked = json.loads(data)
-            file = asked.get("input_file_id")
-            lines = asked.get("requests") or list(map(json.loads, self.files[file].splitlines()))
-            body = self.document(self.job(lines, asked.get("metadata"), file))
-        elif step == "list":
-            names = sorted(self.jobs, key=lambda name: int(name.split("_")[1]), reverse=True)
-            after = re.search("after(?:_id)?=([^&]*)", query)
-            rest = names[names.index(after.group(1)) + 1:] if after else names
-            for job in self.jobs.values():
-                job["left"] -= 1                            # time goes by
-            body = {"data": [self.document(name) for name in rest[:2]], "has_more": len(rest) > 2}
-        elif step == "fetch" and parts[-2][:3] in ("out", "err"):
-            return 200, self.results("batch_" + parts[-2][4:], parts[-2][:3])
-        elif name is None:
-            return 404, json.dumps(body).encode()
-        elif step == "fetch":
-            return 200, self.results(name, "all")
-        else:
-            self.jobs[name]["left"] -= 1
-            body = self.document(name)
-            if step == "cancel":
-                self.jobs[name]["left"] = 0
-                body.update(status="cancelling", processing_status="canceling" * (not self.chat))
-        return 200, json.dumps(body).encode()
-
-    def job(self, lines, metadata=None, file="other", **more):
-        """Make a job: its name."""
-        name = "%s_%d" % ("batch" if self.chat else "msgbatch", len(self.jobs))
-        self.jobs[name] = {"lines": lines, "left": self.polls, "metadata": metadata, "file": file,
-                           "made": time.time(), **more}
-        return name
-
-    def others(self, count, size=2, **more):
-        """Make jobs of others, which have ended."""
-        body = {"messages": [{"content": ""}]}
-        lines = [{"custom_id": "x-%d" % n, "body": body, "params": body} for n in range(size)]
-        return [self.job(lines, **{"left": 0, **more}) for _ in range(count)]
-
-    def document(self, name):
-        job = self.jobs[name]
-        ended, count = job["left"] <= 0, len(job["lines"])
-        if not self.chat:
-            counts = dict.fromkeys(("processing", "succeeded", "errored", "canceled", "expired"), 0)
-            counts["succeeded" if ended else "processing"] = count
-            made = time.strftime("%Y-%m-%dT%H:%M:%S.123456Z", time.gmtime(job["made"]))
-            return {"id": name, "processing_status": "ended" if ended else "in_progress",
-                    "request_counts": counts, "created_at": made, "results_url": "http://evil/"}
-        ends = {"output_file_id": name.replace("batch_", "out-"), "errors": self.errors,
-                "error_file_id": name.replace("batch_", "err-")}
-        return {"id": name, "status": self.ends if ended else "in_progress",
-                "metadata": job["metadata"], "input_file_id": job["file"],
-                "created_at": int(job["made"]),
-                "request_counts": {"total": count, "completed": count, "failed": 0},
-                **(ends if ended else {})}
-
-    def results(self, name, kind):
-        out, err = [], []
-        for line in self.jobs[name]["lines"]:
-            came = self.answer(prompt_of(line), line["custom_id"])
-            if came is not None and "custom_id" not in came:
-                came = self.line(line["custom_id"], came)
-            if came is not None:
-                status = (came.get("response") or {}).get("status_code", 200)
-                (err if came.get("error") or status != 200 else out).append(came)
-        lines = err
-        if kind != "err":
-            lines = out[::-1] + err * (kind == "all") + self.extra
-        texts = (line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) + "\n"
-                 for line in lines)
-        return "".join(texts).encode()
+    def made(self):
+        """The lines of requests of every job that was made by what is tested."""
+        return [job["lines"] for job in self.jobs.values() if job["file"] != "other"]
 
     def prompts(self):
-        """Every prompt of every job."""
-        return [prompt_of(line) for job in self.jobs.values() for line in job["lines"]]
+        return [self.prompt_of(line) for lines in self.made() for line in lines]
 
-    def keys(self):
-        """The keys that creations were sent with."""
-        return {head["Idempotency-Key"] for step, head in self.headers if step == "create"}
+    @staticmethod
+    def prompt_of(line):
+        return (line.get("body") or line["params"])["messages"][0]["content"]
 
+    def take(self, handler):
+        data = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        step = ruled(self.STEPS, "%s %s" % (handler.command, handler.path.partition("?")[0]))
+        with self.lock:
+            self.log.append(step)
+            names = "%s %d" % (step, self.log.count(step)), "#%d" % len(self.log)
+        if step == "create":
+            self.keys.add(handler.headers["Idempotency-Key"])
+        words = ruled(self.faults, *names) or "do"
+        came = self.act(words, lambda: self.handle(step, handler.path, data))
+        if came is None:
+            handler.close_connection = True
+            return
+        body = came[1].encode()
+        with contextlib.suppress(OSError):
+            handler.send_response(came[0])
+            handler.send_header("Content-Length", str(len(body)))
+            handler.end_headers()
+            handler.wfile.write(body)
 
-def prompt_of(line):
-    return (line.get("body") or line["params"])["messages"][0]["content"]
+    def act(self, words, do):
+        """(status, body) as some words say; None ends the connection.
+
+        `do` what is asked, now or `later`; `wait` for `go`; `cut` what matches out of the body, or
+        change it `with` members; `drop` the answer; or answer with "STATUS BODY".
+        """
+        came = None
+        while words:
+            word, _, words = words.partition(" ")
+            if word == "do":
+                came = 200, do()
+            elif word == "later":
+                threading.Timer(0.1, do).start()
+            elif word == "wait":
+                self.held.set()
+                self.go.wait(20)
+            elif word == "drop":
+                return None
+            elif word == "cut":
+                return 200, re.sub(words, "", came[1], flags=re.S)
+            elif word == "with":
+                return 200, json.dumps({**json.loads(came[1]), **json.loads(words)})
+            else:
+                return int(word), words
+        return came
+
+    def handle(self, step, path, data):
+        """The body of the answer to a request."""
+        with self.lock:
+            if step == "chat":
+                return self.reply(reply_to_prompt(self.prompt_of({"body": json.loads(data)})))
+            if step == "upload":
+                name = "file-%d" % len(self.files)
+                self.files[name] = re.search(b"jsonl\r\n\r\n(.*?)\r\n--", data, re.S).group(1)
+                return json.dumps({"id": name, "object": "file", "purpose": "batch"})
+            if step == "create":
+                asked = json.loads(data)
+                file = asked.get("input_file_id")
+                lines = asked.get("requests") or map(json.loads, self.files[file].splitlines())
+                name = self.add(len(self.jobs), list(lines), file, asked.get("metadata"))
+                return self.document(name)
+            if step == "list":
+                return self.page(re.search("after(?:_id)?=([^&]*)", path))
+            name = re.search("(?:msg)?batch_[0-9]+", path).group()
+            if step in ("fetch", "errors"):
+                return self.results(name, step)
+            self.jobs[name]["left"] -= 1
+            if step == "cancel":
+                self.jobs[name]["left"] = 0
+                return self.document(name, self.STATES[self.form][2])
+            return self.document(name)
+
+    def reply(self, text):
+        return {"chat": completion, "messages": message}[self.form](text).decode()
+
+    def add(self, number, lines, file="other", metadata=None, age=0):
+        """A job; its name."""
+        name = {"chat": "batch_%d", "messages": "msgbatch_%d"}[self.form] % number
+        self.jobs[name] = {"number": number, "lines": lines, "left": self.polls, "file": file,
+                           "metadata": metadata, "made": int(time.time() - age)}
+        return name
+
+    def page(self, after):
+        """Two jobs of the list, the latest first, while time goes by."""
+        names = sorted(self.jobs, key=lambda name: -self.jobs[name]["number"])
+        for job in self.jobs.values():
+            job["left"] -= 1
+        if after:
+            names = names[names.index(after.group(1)) + 1:]
+        jobs = ", ".join(map(self.document, names[:2]))
+        return '{"data": [%s], "has_more": %s}' % (jobs, json.dumps(len(names) > 2))
+
+    def document(self, name, status=""):
+        """What it says of a job."""
+        job = self.jobs[name]
+        size, ended = len(job["lines"]), job["left"] <= 0
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S.123456Z", time.gmtime(job["made"]))
+        facts = dict(job, name=name, size=size, open=size * (not ended), done=size * ended,
+                     status=status or self.STATES[self.form][ended], stamp=stamp,
+                     out=None, err=None)
+        if ended:
+            facts.update(out="out-" + name, err="err-" + name)
+        return self.JOBS[self.form] % {key: json.dumps(fact) for key, fact in facts.items()}
+
+    def results(self, name, step):
+        """The lines of a job's results, the last first; those of errors in OpenAI's form apart."""
+        came = []
+        for request in self.jobs[name]["lines"]:
+            for word, line in self.lines_for(request, name):
+                wrong = word[0] == "{" or word == "refused"
+                if self.form == "messages" or wrong == (step == "errors"):
+                    came.insert(0, line)
+        return "".join(came) + self.extra * (step == "fetch")
+
+    def lines_for(self, request, job=""):
+        """(word of a rule, line of results) for a request."""
+        prompt, name = self.prompt_of(request), request["custom_id"]
+        words = ruled(self.answers, "%s %s\n%s" % (job, name, prompt)) or "good"
+        for word in words.split(" + "):
+            line, text = self.LINES[self.form], word
+            if word == "nothing":
+                continue
+            if word == "refused":
+                line = self.REFUSED[self.form]
+            if word[0] == "{":
+                line, text = word, "good"
+            if text in ("good", "bad"):
+                text = reply_to_prompt(prompt, text)
+            row = json.loads(line.replace('"REPLY"', self.reply(text)))
+            row = {"custom_id": name, **row}
+            yield word, json.dumps(row, ensure_ascii=False) + "\n"
 
 
 class BatchJobs(EndpointCase):
     QUICK = ("import sys; sys.path.insert(0, %r); import batch_harness as bh; bh.POLL = 0.05; "
-             "bh.GRACE = 0.3; bh.BACKOFF = 0.01; sys.exit(bh.main(sys.argv[1:]))" % HERE)
+             "bh.GRACE = 0.3; bh.BACKOFF = 0.01; " % HERE)
     USUAL = bh.POLL, bh.MAX_POLL
-    FORMS = "chat", "messages"
+    EMIT = ("emit requests.jsonl --input items.jsonl --model openai:m --batch-size 2 "
+            "--labels good,bad ")
+    ONE = "0, 1 jobs, answered 4"           # how a run ends that makes one job of the four items
+    OPEN = "4, 1 jobs, pending 4"
+    # An engine that loses the answers to creations, and does not list what was made.
+    LAGS = 'create %s: do 502 lost; list %s: 200 {"data": [], "has_more": false}'
 
     def setUp(self):
         super().setUp()
-        self.patched(POLL=0.05, MAX_POLL=0.05, GRACE=0.05)
-        os.environ.update(OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY)
-
-    def patched(self, **values):
-        patch = mock.patch.multiple(bh, **values)
+        patch = mock.patch.multiple(bh, POLL=0.05, MAX_POLL=0.05, GRACE=0.05)
         patch.start()
         self.addCleanup(patch.stop)
+        self.items_file(4)
 
-    def engine(self, answer=None, form="chat", no="", least=1, **more):
-        """An engine and no ledger; it says "no" to prompts of so many items that hold `no`."""
-        def usual(prompt, name):
-            bad = no and no in prompt and len(asked_in(prompt)) >= least
-            return engine.reply("no" if bad else reply_to_prompt(prompt))
-        engine = Engine(answer or usual, form, **more)
-        self.addCleanup(engine.close)
+    def engine(self, *rules, **more):
+        """An engine, and a new ledger."""
         shutil.rmtree("runs", ignore_errors=True)
+        engine = Engine(*rules, **more)
+        self.addCleanup(engine.close)
+        os.environ.update(OPENAI_API_KEY=KEY, ANTHROPIC_API_KEY=KEY)
         return engine
 
-    def words(self, engine, *more, size=2):
-        model = "openai:m" if engine.chat else "anthropic:m"
-        usual = "--input items.jsonl --batch-api --model %s --base-url %s --batch-size %d" % (
-            model, engine.base, size)
-        return [*usual.split(), "--labels", "good,bad", *more]
+    def engines(self, *rules, **more):
+        return (self.engine(*rules, form=form, **more) for form in ("chat", "messages"))
 
-    def jobs(self, engine, *more, count=0, size=2):
-        """A run; nothing that is printed or written may hold the key."""
-        if count:
-            self.items_file(count)
-        code, out, err = self.main(*self.words(engine, *more, size=size))
-        for text in (out, err, *map(self.read, self.written())):
-            self.assertNotIn(KEY, text)
-        return code, out, err
+    def words(self, engine, size=2):
+        model = {"chat": "openai:m", "messages": "anthropic:m"}[engine.form]
+        return ["--input", "items.jsonl", "--model", model, "--base-url", engine.base,
+                "--labels", "good,bad", "--batch-size", str(size)]
 
-    def ends(self, engine, code, jobs, statuses, *more, **how):
-        """A run that must come to this exit code, jobs there and items by status; its words."""
-        came, out, err = self.jobs(engine, *more, **how)
-        seen = came, len(engine.jobs), self.statuses()
-        self.assertEqual(seen, (code, jobs, statuses), out + err)
-        return out + err
+    def came(self, engine, words, result, *said, size=2):
+        """A command must come to "EXIT CODE, N jobs, STATUS N, ..." and say what matches.
 
-    def killed(self, engine, until):
-        """A run in a process of its own, killed as soon as something holds."""
-        run = subprocess.Popen([sys.executable, "-c", self.QUICK, *self.words(engine)],
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        self.wait_for(until, "a step")
+        It is a run by jobs with more words, or whatever the words are where there is no engine.
+        """
+        words, facts = [word for word in words.split(" ") if word], []
+        if engine:
+            words = [*self.words(engine, size), "--batch-api", *words]
+        code, out, err = self.main(*words)
+        if engine:
+            facts = ["%d jobs" % len(engine.made())]
+        counts = collections.Counter(
+            json.loads(line)["harness"]["status"]
+            for line in self.main("export", "--input", "items.jsonl")[1].splitlines())
+        facts += ["%s %d" % count for count in sorted(counts.items())]
+        self.assertEqual(", ".join([str(code), *facts]), result, (words, out, err))
+        text = re.sub("(?m)^(?=.)", "out: ", out) + re.sub("(?m)^(?=.)", "err: ", err)
+        for pattern in filter(None, said):
+            self.assertRegex(text, pattern)
+        self.assertNotIn(KEY, "".join([text, *map(self.read, self.written())]))
+        return text
+
+    def start(self, engine):
+        """A run in a process of its own."""
+        words = [sys.executable, "-c", self.QUICK + "sys.exit(bh.main(sys.argv[1:]))"]
+        return subprocess.Popen(
+            [*words, *self.words(engine), "--batch-api"], stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, preexec_fn=usual_signals if os.name == "posix" else None)
+
+    def kill(self, run):
         run.kill()
-        run.wait()
+        run.communicate()
 
-    def written(self):
-        return list(filter(os.path.isfile, glob.glob("runs/**", recursive=True)))
+    def written(self, what=""):
+        return [path for path in glob.glob("runs/**", recursive=True)
+                if os.path.isfile(path) and what in path]
 
     def read(self, path):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read()
-
-    def lines(self, path):
-        return [json.loads(line) for line in self.read(path).splitlines()]
+        return self.bytes(path).decode("utf-8", "replace")
 
     def steps(self):
-        return [row["step"] for row in self.rows(LEDGER, "job")]
-
-    def given(self):
-        """Every answer that was accepted."""
-        rows = self.rows(LEDGER)
-        return {answer for row in rows for answer in row.get("answers", {}).values()}
-
-    def key(self):
-        return self.rows(LEDGER, "job")[0]["key"]
-
-    def statuses(self):
-        """Items by status: "answered 3, pending 1"."""
-        lines = self.main("export", "--input", "items.jsonl")[1].splitlines()
-        return bh.as_counts(collections.Counter(
-            json.loads(line)["harness"]["status"] for line in lines))
+        return " ".join(row["step"] for row in self.rows(LEDGER, "job"))
 
     # ---- rounds ----
 
     def test_the_whole_plan_goes_by_jobs_round_after_round(self):
-        for form in self.FORMS:
-            engine = self.engine(None, form, no="number 3", least=2)
-            said = self.ends(engine, 0, 3, "answered 7", count=7)
-            self.assertIn("7 of 7 items answered, 0 quarantined, 0 pending", said)
-            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [4, 1, 2])
+        self.items_file(7)
+        for engine in self.engines("number 2.*number 3: no"):
+            self.came(engine, "", "0, 3 jobs, answered 7",
+                      "out: .*7 of 7 items answered, 0 quarantined, 0 pending")
+            self.assertEqual([len(lines) for lines in engine.made()], [4, 1, 2])
             rows = self.rows(LEDGER)
-            self.assertEqual([(row["attempt"], row["fallback"], row["verdict"]) for row in rows
-                              if bh.item_id("text number 3") in row["batch"]],
-                             [(1, False, "not_json"), (2, False, "not_json"), (1, True, "ok")])
+            failed = {bh.item_id("text number %d" % n) for n in (2, 3)}
+            self.assertEqual(["%(attempt)d %(fallback)s %(verdict)s" % row for row in rows
+                              if failed & set(row["batch"])],
+                             ["1 False not_json", "2 False not_json", "1 True ok", "1 True ok"])
             self.assertEqual({row["job"] for row in rows}, set(engine.jobs))
-            asked = [line["custom_id"] for job in engine.jobs.values() for line in job["lines"]]
-            self.assertEqual(sorted(row["custom_id"] for row in rows), sorted(asked))
-            steps = ["intent", *["uploaded"] * engine.chat, "created", "collected"]
-            self.assertEqual(self.steps(), steps * 3)
+            names = [line["custom_id"] for lines in engine.made() for line in lines]
+            self.assertEqual(sorted(row["custom_id"] for row in rows), sorted(names))
+            steps = {"chat": "intent uploaded created collected ",
+                     "messages": "intent created collected "}[engine.form]
+            self.assertEqual(self.steps() + " ", steps * 3)
             before = self.bytes()
-            self.assertIn("nothing to do", self.ends(engine, 0, 3, "answered 7"))
+            self.came(engine, "", "0, 3 jobs, answered 7", "nothing to do")
             self.assertEqual(self.bytes(), before)
-            words = ["--ledger", LEDGER, "--input", "items.jsonl"]
-            self.assertEqual(self.main("audit", *words)[0], 0)
-            self.assertEqual(self.main("report", "--fail-unless-safe", "2")[0], 1)
-            self.assertIn("as it was sent", self.main("explain", "3", *words)[1])
+            for words, code, said in table("""
+                    audit --input items.jsonl           | 0 |
+                    report --fail-unless-safe 2         | 1 |
+                    explain 3 --input items.jsonl       | 0 | out: .*as it was sent"""):
+                self.came(None, words, code + ", answered 7", said)
 
     def test_a_job_answers_as_calls_do(self):
-        self.jobs(self.engine(no="number 5"), "--ledger", "j.jsonl", count=12, size=5)
-        server = self.serve(lambda prompt, n: completion(
-            "no" if "number 5" in prompt else reply_to_prompt(prompt)))
-        self.ask(server, 0, "--batch-size", "5", "--labels", "good,bad", "--ledger", "o.jsonl")
-        other = {"at", "ms", "run", "job", "custom_id", "seq", "prev", "request_id", "quarantined"}
-        rows = [sorted(json.dumps({name: row[name] for name in sorted(row.keys() - other)})
-                       for row in self.rows(path)) for path in ("j.jsonl", "o.jsonl")]
-        self.assertEqual(rows[0], rows[1])
+        self.items_file(12)
+        self.came(self.engine("number 5: no"), "", "1, 4 jobs, answered 11, quarantined 1", size=5)
+        by_job = self.rows(LEDGER)
+        shutil.rmtree("runs")
+        self.ask(self.serve(at("number 5", completion("no"))), 0, "--batch-size", "5",
+                 "--labels", "good,bad")
+        keys = re.findall("[a-z_]+", """verdict attempt fallback size batch answers batch_id
+            prompt_sha text_sha sources reply finish tokens_in""")
+        rows = [sorted(json.dumps([row.get(key) for key in keys]) for row in rows)
+                for rows in (by_job, self.rows(LEDGER))]
+        self.assertEqual(*rows)
 
     def test_no_wait_leaves_and_the_same_command_takes_up(self):
         engine = self.engine(polls=3)
-        said = self.ends(engine, 4, 1, "pending 4", "--no-wait", count=4)
+        self.came(engine, "--no-wait", self.OPEN,
+                  r"out: .*waiting: job batch_0: in_progress \(completed 2, total 2")
         self.assertEqual(engine.log, ["upload", "create", "look"])
-        self.assertIn("waiting: job batch_0: in_progress (completed 2, total 2", said)
         before = self.bytes()
-        self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
+        self.came(engine, "--no-wait", self.OPEN)
         self.assertEqual(self.bytes(), before)
-        self.ends(engine, 0, 1, "answered 4", "--no-wait")
+        self.came(engine, "--no-wait", self.ONE)
 
-    def test_what_waits_in_a_job_is_not_asked_a_second_time(self):
-        engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=4)
-        words = [word for word in self.words(engine) if word != "--batch-api"]
-        for more in ([], ["--limit", "1"], ["--dry-run"]):
-            code, out, err = self.main(*words, *more)
-            self.assertEqual((code, out), (2, ""))
-            self.assertIn("4 items wait for the results of batch_0; say --batch-api, alone or with "
-                          "--abandon batch_0", err)
-        self.assertIn("no open job", self.jobs(engine, "--abandon", "batch_7")[2])
-        engine.polls = 1
-        self.ends(engine, 0, 2, "answered 4", "--abandon", "batch_0")
-
-    def test_a_round_is_cut_into_jobs_and_files_into_parts_of_any_size(self):
-        self.patched(MAX_REQUESTS=3, PART=100)
-        for form in self.FORMS:
-            engine = self.engine(None, form)
-            self.ends(engine, 0, 3, "answered 14", count=14)
-            self.assertEqual([len(job["lines"]) for job in engine.jobs.values()], [3, 3, 1])
-
-    def test_the_rest_can_be_asked_online(self):
-        engine = self.engine(no="number 3")
-        said = self.ends(engine, 0, 1, "answered 6", "--finish", "online", count=6)
-        self.assertIn("the rest is asked online: 1 calls", said)
-        self.assertEqual(engine.log.count("chat"), 1)
+    def test_what_rounds_of_jobs_come_to(self):
+        for calls, answers, options, result, said in table("""
+                15 1 50 | .*: no |  | 3, 2 jobs, pending 15 | out: .*30 calls brought no acceptable
+                16 1 5  | number 1: no      |   | 1, 2 jobs, answered 9, quarantined 7 |
+                5 1 50  | number 3: refused |   | 1, 1 jobs, answered 4, quarantined 1 |
+                9 2 50  | number 3: refused |   | 1, 2 jobs, answered 8, quarantined 1 |
+                5 1 50  | .*: refused       |   | 1, 1 jobs, quarantined 5 |
+                20 1 50 | .*: refused | | 3, 1 jobs, pending 20 | out: .*20 calls brought no accept
+                6 2 50  | number 3: no | --finish online | 0, 1 jobs, answered 6 | online: 1 calls
+                """):
+            count, size, most = map(int, calls.split())
+            self.items_file(count)
+            for engine in self.engines(answers):
+                with self.subTest(answers=answers, count=count, form=engine.form), \
+                        mock.patch.object(bh, "IN_A_ROW", most):
+                    text = self.came(engine, options, result, said, size=size)
+                    verdicts = {row["verdict"] for row in self.rows(LEDGER)} - {"ok"}
+                    wrong = {"no": "not_json", "refused": "rejected"}[answers.split()[-1]]
+                    self.assertEqual(verdicts, {wrong})
+                    self.assertEqual(engine.log.count("chat"), len(options) and 1)
+                    if result[0] == "3":
+                        self.assertEqual(text.count("not accepted: item"), 1)
+                        self.assertIn("rejected (HTTP 400: no" if "ref" in answers else "", text)
+                        engine.well()
+                        again = "0, %d jobs, answered %d" % (len(engine.made()) + 1, count)
+                        self.came(engine, "", again, size=size)
 
     def test_limits_and_quarantined_items_go_once_by_jobs_too(self):
-        engine = self.engine(no="number 1")
-        limited = "pending 3, answered 2, quarantined 1"
-        for more, statuses, asked in (("--limit 3", limited, 4),
-                                      ("", "answered 5, quarantined 1", 7),
-                                      ("--retry-quarantined", "answered 5, quarantined 1", 8)):
-            self.assertEqual(self.jobs(engine, *more.split(), count=6, size=1)[0], 1)
-            self.assertEqual((self.statuses(), len(engine.prompts())), (statuses, asked))
-        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.assertEqual(self.jobs(engine, "--retry-quarantined", size=1)[0], 0)
-        engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=6)
-        engine.polls = 1
-        self.ends(engine, 0, 2, "pending 4, answered 2", "--abandon", "batch_0", "--limit", "2")
-        self.assertEqual(len(engine.jobs["batch_1"]["lines"]), 1)
+        self.items_file(6)
+        engine = self.engine("number 1: no")
+        for options, result, prompts in table("""
+                --limit 3           | 1, 2 jobs, answered 2, pending 3, quarantined 1 | 4
+                                    | 1, 3 jobs, answered 5, quarantined 1            | 7
+                --retry-quarantined | 1, 4 jobs, answered 5, quarantined 1            | 8"""):
+            self.came(engine, options, result, size=1)
+            self.assertEqual(len(engine.prompts()), int(prompts))
+        engine.well()
+        self.came(engine, "--retry-quarantined", "0, 5 jobs, answered 6", size=1)
 
-    def test_what_a_job_was_made_of_lies_beside_the_ledger(self):
-        engine = self.engine()
-        self.jobs(engine, count=3)
-        path = "runs/ledger-jobs/" + self.key()
-        kinds = ["manifest", "requests", "results"]
-        self.assertEqual(sorted(os.listdir("runs/ledger-jobs")),
-                         ["%s-%s.jsonl" % (self.key(), kind) for kind in kinds])
-        self.assertEqual(self.bytes(path + "-requests.jsonl"), engine.files["file-0"])
-        self.assertEqual([(row["source"], row["id"], row["text_sha"])
-                          for row in self.lines(path + "-manifest.jsonl")],
-                         [(str(n), item.id, item.digest[:32]) for n, item in enumerate(made(3))])
+    def test_options_that_do_not_go_by_jobs_are_refused(self):
+        for words in ("demo --batch-api", "ollama:m --batch-api", "openai:m --no-wait",
+                      "openai:m --batch-api --max-calls 3", "openai:m --abandon x"):
+            code, out, err = self.main("--input", "items.jsonl", "--model", *words.split())
+            self.assertEqual((code, out), (2, ""), words)
 
-    # ---- one job, never two ----
+    def test_a_round_is_cut_into_jobs_and_files_into_parts_of_any_size(self):
+        self.items_file(14)
+        with mock.patch.multiple(bh, MAX_REQUESTS=3, PART=100):
+            for engine in self.engines():
+                self.came(engine, "", "0, 3 jobs, answered 14")
+                self.assertEqual([len(lines) for lines in engine.made()], [3, 3, 1])
 
-    def test_a_creation_whose_answer_was_lost_makes_one_job(self):
-        for form, fault in itertools.product(self.FORMS, ("lost", "drop")):
-            engine = self.engine(None, form)
-            engine.others(3)                    # on two pages of the list
-            engine.faults["create"] = iter([fault])
-            self.ends(engine, 0, 4, "answered 4", count=4)
-            self.assertEqual(self.steps().count("created"), 1)
-            self.assertNotIn("abandoned", self.steps())
+    # ---- one job ----
+
+    def test_no_fault_on_the_way_makes_a_second_job(self):
+        # The list holds others' jobs too, from a number on: new ones, or old ones before ours.
+        theirs = [{"custom_id": "x-1", "params": {"messages": [{"content": ""}]}}] * 2
+        for forms, others, fault, log in table("""
+                chat messages | 0   | create 1$: do drop |
+                chat          | 100 | create 1$: do drop |
+                chat messages | 0   | create 1$: drop |
+                chat messages | 0   | create 1$: later 504 <html>gateway time-out</html> |
+                chat | 0 | create [12]$: 429 {} | ((?!list).)*$
+                chat | 0 | ^(?!create).* 1$: drop |
+                chat | 0 | look [13]$: 404 {}; fetch 1$: 404 {} |
+                chat | 0 | fetch [12]$: do cut .{20}\\Z |
+                chat | 0 | fetch [12]$: do cut \\n.* |
+                chat | 0 | look [12]$: do with {"output_file_id": null} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"message": "please try again"} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"error": {"message": "x"}} |
+                chat | 0 | create 1$: drop; list: 200 {"data": [{"id": "x"}]} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"data": null} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"data": {}} |
+                chat | 0 | create 1$: do drop; list [12]$: 200 {"data": [], "has_more": true} |
+                """):
+            for form in forms.split():
+                with self.subTest(fault=fault, form=form), mock.patch.object(bh, "GRACE", 0.2):
+                    engine = self.engine("", fault, form)
+                    for number in range(3):
+                        engine.add(int(others) + number, theirs, age=int(others) * 5000)
+                    self.came(engine, "", self.ONE)
+                    self.assertTrue(re.match(log, " ".join(engine.log)), engine.log)
+                    self.assertEqual(self.steps().split().count("created"), 1)
+                    self.assertNotIn("abandoned", self.steps())
+                    self.assertEqual(len(engine.keys), 1)
+
+    def test_counters_and_files_that_never_come_right_hold_nothing_up(self):
+        for fault in ("errors: 404 {}", 'look: do with {"request_counts": {"completed": 9}}'):
+            self.came(self.engine("", fault), "--no-wait", self.ONE)
+
+    def test_what_never_works_ends_the_run_and_the_next_one_goes_on(self):
+        for most, fault, log, said in table(r"""
+                3 | look: 200 {"error": {"message": "x"}} | upload create( look){3} | asked after: .
+                3 | look: 200 {}     | upload create( look){3} | out: .*cannot be asked after: .
+                3 | look: 200 [1]    | upload create( look){3} | out: .*cannot be asked after: .
+                3 | look: 200 <html> | upload create( look){3} | out: .*cannot be asked after: .
+                2 | fetch: 404 {}    | upload create( look fetch){6} |
+                5 | create: 429 {}   | upload( create){5} | out: .*no job was made: HTTP 429
+                5 | create: 503 {}   | upload create( list)+ create( list)+ create | out: .*HTTP 503
+                9 | create: 405 {}   | upload create | out: .*there is no batch engine
+                9 | create: 501 {}   | upload create | out: .*there is no batch engine
+                9 | .*: 401 {"error": {"message": "SECRET"}} | upload | job was made: HTTP 401: \*
+                """):
+            with self.subTest(fault=fault), mock.patch.object(bh, "MAX_TROUBLES", int(most)):
+                engine = self.engine("", fault.replace("SECRET", KEY))
+                jobs = "3, %d jobs, pending 4" % (" look" in log)
+                self.came(engine, "", jobs, said)
+                self.assertRegex(" ".join(engine.log), "^%s$" % log)
+                self.assertNotIn("collected", self.steps())
+                engine.well()
+                self.came(engine, "", self.ONE)
+
+    def test_what_is_gone_for_good_is_to_be_abandoned(self):
+        for fault in ("look: 404 {}", "fetch: 404 {}"):
+            engine = self.engine("", fault)
+            for options in ("", "--no-wait"):
+                text = self.came(engine, options, "3, 1 jobs, pending 4",
+                                 "(?m)^out: .*gone for good, say --abandon batch_0$")
+                self.assertNotIn("run the same command", text)
+            engine.well()
+            self.came(engine, "--abandon batch_0", "0, 2 jobs, answered 4")
+
+    def test_a_job_that_was_refused_whole_says_why(self):
+        for jobs, line, code, words, said in table(r"""
+                1 | 2    | invalid_json         | x | refused whole: .*2, "code": "invalid_j.*"x"
+                3 | null | token_limit_exceeded | x   | 3 rounds of jobs brought no reply
+                1 | 1    | x                    | a SECRET | refused whole: .*"a \*\*\*"}"""):
+            counts = '{"request_counts": {"SECRET": 3}, "status": '
+            faults = 'create|look 1$: do with %s "SECRET"}; look: do with %s "failed", "errors": ' \
+                     '{"data": [{"line": %s, "code": "%s", "message": "%s"}]}}' % (
+                         counts, counts, line, code, words)
+            engine = self.engine(".*: nothing", faults.replace("SECRET", KEY), polls=2)
+            self.came(engine, "", "3, %s jobs, pending 4" % jobs, "out: .*" + said)
+            engine.well()
+            self.came(engine, "", "0, %d jobs, answered 4" % (int(jobs) + 1))
+
+    def test_what_is_wrong_with_results_is_named(self):
+        self.items_file(10)
+        ids = [bh.item_id("text number %d" % n) for n in range(10)]
+        engine = self.engine(
+            r"batch_0 \S*-1$: nothing; "
+            r'batch_0 \S*-2$: {"response": null, "error": {"code": "x", "message": "Too late."}}; '
+            r'batch_0 \S*-3$: [{"id": "%s", "answer": "bad"}, {"id": "%s", "answer": "bad"}]'
+            % (ids[6], ids[7]), 'look: do with {"status": "expired"}')
+        engine.extra = '{"custom_id": "nobody-1", "response": {"status_code": 200}}\njunk\n[]\n'
+        text = self.came(engine, "", "0, 2 jobs, answered 10")
+        [first, *_] = [row for row in self.rows(LEDGER, "job") if row["step"] == "collected"]
+        for words in (
+                "missing: %s-1 (%s)" % (first["key"], ", ".join(ids[:2])),
+                'unknown: line 4, "{\\"custom_id\\": \\"nobody-1\\"', 'unknown: line 5, "junk',
+                "crossed: %s-3" % first["key"]):
+            self.assertIn("job batch_0, " + words, text)
+        for words in (
+                "10 items submitted, 6 came back; by verdict: no reply 4, ok 4, set_mismatch 2",
+                "as the provider counts: expired (completed 5, total 5, failed 0)"):
+            self.assertRegex(text, "err: .*job batch_0[:,] " + re.escape(words))
+        self.assertEqual(pick(first, "items missing unknown crossed repeated ended_as"),
+                         (10, 1, 3, 1, 0, "expired"))
+        self.assertEqual([row["detail"] for row in self.failures()],
+                         ["the results hold no line for it", "Too late."])
+        self.assertNotIn('"bad"', json.dumps([row.get("answers") for row in self.rows(LEDGER)]))
+
+    def test_two_lines_for_one_request_count_once_or_not_at_all(self):
+        for other, jobs in (("good", 1), ("bad", 2)):
+            engine = self.engine(r"batch_0 \S*-1$: good + " + other)
+            self.came(engine, "", "0, %d jobs, answered 4" % jobs, "err: .*job batch_0, repeated: ")
+            self.assertNotIn('"bad"', json.dumps([row["answers"] for row in self.rows(LEDGER)]))
+
+    def test_results_without_custom_ids_are_joined_to_nothing(self):
+        engine = self.engine("", "fetch: do cut custom_")
+        self.came(engine, "", "3, 1 jobs, pending 4",
+                  "out: .*job batch_0 holds none of the requests")
+        self.assertEqual(self.rows(LEDGER), [])
+        self.assertEqual(self.read(self.written("results")[0]).count("\n"), 2)
+
+    def test_results_are_split_at_line_feeds_alone(self):
+        odd = "one\u2028two\x85three"
+        engine = self.engine(
+            '.*: [{"id": "%s", "answer": "%s"}]' % (bh.item_id("text number 0"), odd))
+        self.items_file(1)
+        self.came(engine, "--labels good," + odd, "0, 1 jobs, answered 1")
+        self.assertEqual(list(self.rows(LEDGER)[0]["answers"].values()), [odd])
+
+    # ---- it may have been made ----
 
     def test_killed_at_any_step_it_makes_one_job(self):
-        for form, taken, number in itertools.product(self.FORMS, (True, False), range(6)):
-            with self.subTest(form=form, taken=taken, number=number):
-                engine = self.engine(None, form, no="number 3", least=2)
-                self.items_file(4)
-                seen, go = [], threading.Event()
+        for number in range(1, 7):
+            for held in ("wait", "do wait"):
+                for engine in self.engines("number 2.*number 3: no", "#%d$: %s" % (number, held)):
+                    run = self.start(engine)
+                    self.assertTrue(engine.held.wait(20))
+                    self.kill(run)
+                    engine.go.set()
+                    with self.subTest(number=number, held=held, form=engine.form):
+                        self.came(engine, "", "0, 3 jobs, answered 4")
+                        counts = collections.Counter(engine.prompts()).values()
+                        self.assertEqual(sorted(counts), [1, 1, 1, 2])          # it failed once
+                        names = [row["custom_id"] for row in self.rows(LEDGER)]
+                        self.assertEqual(len(set(names)), len(names))
 
-                def hold(step, handled):
-                    if handled is taken:
-                        seen.append(step)
-                        if len(seen) == number + 1:
-                            return go.wait(20)
-                    return False
-                engine.gate = hold
-                self.killed(engine, lambda: len(seen) > number)
-                go.set()
-                engine.gate = lambda step, handled: False
-                self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, "answered 4"))
-                asked = collections.Counter(engine.prompts())
-                self.assertEqual(sorted(asked.values()), [1, 1, 1, 2])      # one failed
-                rows = self.rows(LEDGER)
-                self.assertEqual(len({row["custom_id"] for row in rows}), len(rows))
-
-    def test_an_undecided_job_blocks_until_it_ends_or_a_person_gives_it_up(self):
-        for given_up in (False, True):
-            engine = self.engine(None, "messages", polls=99)
-            engine.faults["create"] = iter(["lost"])
-            said = self.ends(engine, 4, 1, "pending 4", "--no-wait", count=4)
-            self.assertIn("job msgbatch_0 may be the one that was to be made, and cannot be looked "
-                          "into yet; wait until it ends, or say --abandon " + self.key(), said)
-            self.assertEqual(self.jobs(engine, "--no-wait")[0], 4)
-            engine.polls = engine.jobs["msgbatch_0"]["left"] = 0
-            more = ["--abandon", self.key()] * given_up
-            self.ends(engine, 0, 1 + given_up, "answered 4", *more)
+    def test_an_undecided_job_blocks_until_it_ends_or_a_person_decides(self):
+        for options, result in (("", self.ONE), ("--abandon KEY", "0, 2 jobs, answered 4")):
+            engine = self.engine("", "create 1$: do drop", "messages", polls=99)
+            self.came(engine, "--no-wait", self.OPEN,
+                      "out: .*job msgbatch_0 may be the one that was to be made, and cannot be "
+                      "looked into yet; wait until it ends, or say --abandon ")
+            self.came(engine, "--no-wait", self.OPEN)
+            engine.jobs["msgbatch_0"]["left"] = 0
+            engine.polls = 1
+            key = self.rows(LEDGER, "job")[0]["key"]
+            self.came(engine, options.replace("KEY", key), result)
 
     def test_a_lost_creation_is_submitted_again_under_its_key_until_it_is_known(self):
-        for form in self.FORMS:
-            engine = self.engine(None, form)
-            self.lagging(engine)
+        self.items_file(1, "other.jsonl", 9)
+        for engine in self.engines("", self.LAGS % ("", "")):
             with mock.patch.object(bh, "MAX_TROUBLES", 5):
-                self.assertEqual(self.jobs(engine, count=4)[0], 3)
+                self.came(engine, "", "3, 3 jobs, pending 4")
             self.assertNotIn("abandoned", self.steps())
-            engine.faults.clear()
-            made, uploads = list(engine.jobs.values()), engine.log.count("upload")
-            self.assertGreater(len(made), 1)
-            self.items_file(1, "other.jsonl", 9)                # the input does not matter any more
-            self.assertEqual(self.main(*self.words(engine), "--input", "other.jsonl")[0], 0)
-            self.assertEqual(self.statuses(), "answered 4")
-            for job in made:                                    # the same custom ids, and texts
-                self.assertEqual(job["lines"], made[0]["lines"])
-            self.assertEqual(engine.log.count("upload"), uploads + engine.chat)     # of other.jsonl
-            self.assertEqual(len(engine.keys()), 2)
-
-    def lagging(self, engine, times=99):
-        """The answers to creations are lost, and the list does not show what was made, so often."""
-        lost = {"create": (502, b"lost"), "list": (200, b'{"data": [], "has_more": false}')}
-        for step, reply in lost.items():
-            engine.faults[step] = itertools.repeat(lambda *came, reply=reply: reply, times)
+            engine.well()
+            self.came(engine, "--input other.jsonl", "0, 4 jobs, answered 4")
+            first, *again, _ = engine.made()            # the same custom ids, and texts
+            self.assertEqual(again, [first, first])
+            self.assertEqual(engine.log.count("upload"), {"chat": 2, "messages": 0}[engine.form])
+            self.assertEqual(len(engine.keys), 2)
 
     def test_killed_while_the_list_lags_it_keeps_key_file_and_custom_ids(self):
-        for form in self.FORMS:
-            engine = self.engine(None, form)
-            self.lagging(engine, 3)
-            self.items_file(4)
-            self.killed(engine, lambda: "list" in engine.log)
-            self.assertEqual((self.jobs(engine)[0], self.statuses()), (0, "answered 4"))
-            names = {line["custom_id"] for job in engine.jobs.values() for line in job["lines"]}
-            counts = self.steps().count("intent"), len(engine.keys()), len(names), len(engine.files)
-            self.assertEqual(counts, (1, 1, 2, int(engine.chat)))
+        for engine in self.engines("", self.LAGS % ("[1-3]$", "[1-3]$")):
+            run = self.start(engine)
+            self.wait_for(lambda: "list" in engine.log, "a look for the job")
+            self.kill(run)
+            self.assertEqual(self.main(*self.words(engine), "--batch-api")[0], 0)
+            self.assertEqual(self.steps().split().count("intent"), 1)
+            self.assertEqual(len(engine.keys), 1)
+            names = {line["custom_id"] for lines in engine.made() for line in lines}
+            self.assertEqual(len(names), 2)
+            self.assertLessEqual(len(engine.files), 1)
 
-    def test_a_job_that_is_made_after_its_creation_failed_is_found(self):
-        self.patched(GRACE=0.2)
-        for form in self.FORMS:
-            engine = self.engine(None, form)
-            real, late = engine.handle, []
-
-            def handle(step, *more):
-                if step == "create" and not late:
-                    late.append(threading.Timer(0.1, real, (step, *more)))
-                    late[0].start()
-                    return 504, b"<html>gateway time-out</html>"
-                return real(step, *more)
-            engine.handle = handle
-            self.ends(engine, 0, 1, "answered 4", count=4)
-
-    def test_a_list_in_any_order_and_without_pages_is_read(self):
-        for paged in (True, False):
-            def page(status, body):
-                document = json.loads(body)
-                if not paged:
-                    document.update(data=[engine.document(name) for name in list(engine.jobs)[:2]])
-                    del document["has_more"]
-                return status, json.dumps(document).encode()
-            engine = self.engine()
-            engine.others(2 + paged)
-            engine.faults["create"] = iter(["lost" if paged else "drop"])
-            engine.faults["list"] = itertools.repeat(page)
-            self.ends(engine, 0, 3 + paged, "answered 4", count=4)
-
-    def test_statuses_that_say_that_no_job_was_made(self):
-        none = "there is no batch engine"
-        for status, words in ((405, none), (501, none), (429, "")):
-            engine = self.engine()
-            engine.faults["create"] = iter([(status, b"{}")] * 2)
-            code, out, err = self.jobs(engine, count=4)
-            self.assertIn(words, out)
-            self.assertEqual((code, "list" in engine.log), (3 if words else 0, False))
-            self.assertEqual(len(engine.keys()), 1)
+    def test_requests_that_are_gone_are_not_made_up(self):
+        for engine in self.engines("", self.LAGS % ("", "")):
+            with mock.patch.object(bh, "MAX_TROUBLES", 1):
+                self.came(engine, "", "3, 1 jobs, pending 4")
+            [path] = self.written("requests")
+            os.rename(path, "kept")
+            engine.jobs.clear()
+            engine.well()
+            if engine.form == "messages":               # the file is what would be submitted
+                self.came(engine, "", "3, 0 jobs, pending 4",
+                          "out: .*its requests are gone from " + path)
+                os.rename("kept", path)
+            self.came(engine, "", self.ONE)
+            self.assertEqual(self.steps().split().count("intent"), 1)
+        engine = self.engine("", "upload: drop")
+        self.came(engine, "--no-wait", "4, 0 jobs, pending 4")
+        shutil.rmtree("runs/ledger-jobs")
+        engine.well()
+        self.came(engine, "", self.ONE)
+        self.assertRegex(self.steps(), "^intent abandoned intent ")
 
     def test_a_step_that_is_not_on_the_ledger_is_followed_by_none(self):
         engine, real = self.engine(), bh.Ledger.append
@@ -4775,521 +4901,302 @@ class BatchJobs(EndpointCase):
                 raise OSError(28, "No space left on device")
             real(ledger, parts)
         with mock.patch.object(bh.Ledger, "append", full):
-            self.assertEqual((self.jobs(engine, count=4)[0], engine.log), (3, ["upload"]))
-        self.ends(engine, 0, 1, "answered 4")
-
-    def test_requests_that_are_gone_are_not_made_up(self):
-        for form in self.FORMS:
-            engine = self.engine(None, form)
-            self.lagging(engine)
-            with mock.patch.object(bh, "MAX_TROUBLES", 1):
-                self.assertEqual(self.jobs(engine, count=4)[0], 3)
-            path = next(path for path in self.written() if "requests" in path)
-            os.replace(path, "kept")
-            engine.jobs.clear()
-            engine.faults.clear()
-            if not engine.chat:                 # the file is what would be submitted
-                said = self.ends(engine, 3, 0, "pending 4")
-                self.assertIn("its requests are gone from " + path, said)
-                os.replace("kept", path)
-            self.ends(engine, 0, 1, "answered 4")
-            self.assertEqual(self.steps().count("intent"), 1)
-        engine = self.engine()
-        engine.faults["upload"] = itertools.repeat("drop")
-        self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-        shutil.rmtree("runs/ledger-jobs")
-        engine.faults.clear()
-        self.ends(engine, 0, 1, "answered 4")
-        self.assertEqual(self.steps()[:3], ["intent", "abandoned", "intent"])
+            self.came(engine, "", "3, 0 jobs, pending 4")
+        self.assertEqual(engine.log, ["upload"])
+        self.came(engine, "", self.ONE)
 
     def test_a_damaged_intent_blocks(self):
         engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=4)
-        lines = self.bytes().split(b"\n")
-        place = next(n for n, line in enumerate(lines) if b'"step": "intent"' in line)
-        intent = json.loads(lines[place])
+        self.came(engine, "--no-wait", self.OPEN)
+        whole = self.bytes()
+        [line] = [line for line in whole.split(b"\n") if b'"step": "intent"' in line]
+        intent = json.loads(line)
         name, request = next(iter(intent["requests"].items()))
-        odd = [("sources", ["abc", None]), ("batch_id", ""), ("size", 0), ("attempt", 0),
-               ("batch", 5), ("attempt", 10 ** 30), ("batch", ["", "a"]), ("text_sha", ["0" * 32] * 2),
-               ("batch", request["batch"][:1] * 2)]
-        for change in ({"at": 5}, {"key": "x"}, {"requests": {}},
-                       *({"requests": {name: {**request, word: value}}} for word, value in odd)):
-            lines[place] = json.dumps({**intent, **change}).encode()
-            self.write(LEDGER, b"\n".join(lines))
-            code, out, err = self.jobs(engine)
-            self.assertEqual((code, len(engine.jobs)), (2, 1), (change, out, err))
-            self.assertIn("what it was to ask is damaged or gone; go back", err)
-            self.assertEqual(self.main("audit", "--ledger", LEDGER)[0], 1)
+        for [change] in table("""
+                {"at": 5}
+                {"key": "x"}
+                {"requests": {}}
+                {"sources": ["abc", null]}
+                {"batch_id": ""}
+                {"size": 0}
+                {"attempt": 0}
+                {"attempt": 1BIG}
+                {"batch": 5}
+                {"batch": ["", "a"]}
+                {"batch": ["ID", "ID"]}
+                {"text_sha": ["BIG", "BIG"]}"""):
+            change = change.replace("BIG", "0" * 32).replace("ID", request["batch"][0])
+            members = json.loads(change)
+            if members.keys() <= request.keys():
+                members = {"requests": {name: {**request, **members}}}
+            damaged = json.dumps({**intent, **members}).encode()
+            self.write(LEDGER, whole.replace(line, damaged))
+            with self.subTest(change=change):
+                self.came(engine, "", "2, 1 jobs, pending 4",
+                          "err: .*what it was to ask is damaged or gone; go back")
+                self.assertEqual(self.main("audit")[0], 1)
+
+    # ---- taking up, leaving, giving up ----
+
+    def test_what_waits_in_a_job_is_not_asked_a_second_time(self):
+        engine = self.engine(polls=9)
+        self.came(engine, "--no-wait", self.OPEN)
+        for more in ("", "--limit 1", "--dry-run"):
+            code, out, err = self.main(*self.words(engine), *more.split())
+            self.assertEqual((code, out), (2, ""))
+            self.assertIn("4 items wait for the results of batch_0; say --batch-api, alone or with "
+                          "--abandon batch_0", err)
+
+    def test_a_job_is_given_up_by_name(self):
+        for form, fault, options, result, said in table("""
+                chat     | | batch_7    | 2, 1 jobs, pending 4  | err: .*no open job
+                chat     | | batch_0    | 0, 2 jobs, answered 4 | was told to cancel it: cancelling
+                messages | | msgbatch_0 | 0, 2 jobs, answered 4 | was told to cancel it: canceling
+                chat     | | batch_0 --limit 2 | 0, 2 jobs, answered 2, pending 2 |
+                chat | cancel: 409 {} | batch_0 | 0, 2 jobs, answered 4 | may go on where they were
+                """):
+            engine = self.engine("", fault, form, polls=9)
+            self.came(engine, "--no-wait", self.OPEN)
+            engine.polls = 1
+            self.came(engine, "--abandon " + options, result, said)
+            self.assertEqual(engine.log.count("cancel"), int(result[0] == "0"))
+            self.assertEqual(len(engine.made()[-1]), 1 + (result[-1] == "4"))
 
     def test_a_job_is_taken_up_by_its_own_model_at_its_own_host_only(self):
-        other, engine = self.engine(), self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=4)
-        for words in (self.words(other), [*self.words(engine), "--model", "openai:other"]):
-            code, out, err = self.main(*words)
-            self.assertEqual((code, out), (2, ""))
-            self.assertIn("batch_0 was asked of openai:m at " + engine.base, err)
-        self.assertEqual((len(other.log), len(engine.jobs)), (0, 1))
+        engine, other = self.engine(polls=9), self.engine()
+        self.came(engine, "--no-wait", self.OPEN)
+        for words in ("--base-url " + other.base, "--model openai:other"):
+            self.came(engine, words, "2, 1 jobs, pending 4",
+                      "batch_0 was asked of openai:m at " + engine.base)
+        self.assertEqual(other.log, [])
         engine.jobs["batch_0"]["left"] = 0
-        self.ends(engine, 0, 1, "answered 4", "--order", "strict")
-        runs = {row["run"] for row in self.rows(LEDGER)}
-        self.assertEqual(runs, {self.rows(LEDGER, "run")[0]["run"]})
-        self.assertEqual(self.main("audit", "--ledger", LEDGER)[0], 0)
-
-    def test_abandon_cancels_at_the_provider(self):
-        late = 409, b'{"error": {"message": "too late"}}'
-        for form, words, fault in (
-                ("chat", "the provider was told to cancel it: cancelling", None),
-                ("messages", "the provider was told to cancel it: canceling", None),
-                ("chat", "its requests may go on where they were sent, and cost", late)):
-            engine = self.engine(None, form, polls=9)
-            self.assertEqual(self.jobs(engine, "--no-wait", count=4)[0], 4)
-            [name] = engine.jobs
-            engine.polls, engine.faults["cancel"] = 1, iter([fault])
-            said = self.ends(engine, 0, 2, "answered 4", "--abandon", name)
-            self.assertEqual(engine.log.count("cancel"), 1)
-            self.assertIn("job %s is abandoned; %s" % (name, words), said)
-
-    # ---- patience ----
-
-    def test_what_fails_for_a_while_is_tried_again_and_nothing_is_paid_twice(self):
-        def changed(**members):             # a status, also one that holds the key
-            return lambda status, body: (
-                status, json.dumps({**json.loads(body), **members}).encode())
-
-        def cut(status, body):
-            return status, body[:-20]
-
-        def short(status, body):
-            return status, body.split(b"\n")[0]
-        gone = 404, b"{}"
-        counts = {"total": 9, "completed": 9, "failed": 0}
-        lists = (b'{"message": "please try again"}', b'{"error": {"message": "x"}}',
-                 b'{"data": null}', b'{"data": {}}', b'{"data": [], "has_more": true}')
-        for faults in (
-                {"upload": ["drop"], "look": ["drop"], "fetch": ["drop"]},
-                {"look": [gone, None, gone], "fetch": [gone]},
-                *({"create": ["lost"], "list": [(200, reply)] * 2} for reply in lists),
-                {"create": ["lost"], "list": ["drop"]},
-                {"fetch": [cut, None, cut]}, {"fetch": [short, None, short]},
-                {"look": [changed(output_file_id=None)] * 3},
-                {"look": [changed(status=KEY, request_counts={KEY: 3})]},
-                {"look": itertools.repeat(changed(request_counts=counts))},
-                {"fetch": itertools.cycle([None, gone])}):
-            engine = self.engine()
-            engine.faults = {step: iter(entries) for step, entries in faults.items()}
-            self.ends(engine, 0, 1, "answered 8", count=8)
-            self.assertEqual(self.failures(), [])
-
-    def test_what_never_works_ends_the_run_and_is_gone_on_with_later(self):
-        self.patched(MAX_TROUBLES=5)
-        for step, reply, tries, words in (
-                ("create", (429, b"{}"), 5, "no job was made: HTTP 429"),
-                ("create", (503, b"{}"), 3, "it is not known whether a job was made"),
-                ("fetch", (404, b"{}"), 5, "cannot be asked after: HTTP 404"),
-                ("fetch", (200, b""), 5, "its results are fewer than it counts"),
-                *(("look", (200, reply), 5, "cannot be asked after: a reply without id")
-                  for reply in (b'{"error": {"message": "none"}}', b"{}", b"[1]", b"<html>"))):
-            engine = self.engine()
-            engine.faults[step] = itertools.repeat(reply)
-            code, out, err = self.jobs(engine, count=4)
-            self.assertEqual((code, self.statuses()), (3, "pending 4"))
-            self.assertIn(words, out + err)
-            self.assertGreaterEqual(engine.log.count(step), tries)
-            self.assertNotIn("collected", self.steps())
-            engine.faults.clear()
-            self.ends(engine, 0, 1, "answered 4")
-
-    def test_bad_keys_and_what_means_nothing_are_said(self):
-        engine = self.engine()
-        reply = json.dumps({"error": {"message": "bad key " + KEY}}).encode()
-        engine.faults["upload"] = itertools.repeat((401, reply))
-        said = self.ends(engine, 3, 0, "pending 2", count=2)
-        self.assertEqual(engine.log, ["upload"])
-        self.assertIn("no job was made: HTTP 401: bad key ***", said)
-        for words in ("demo --batch-api", "ollama:m --batch-api", "openai:m --no-wait",
-                      "openai:m --batch-api --max-calls 3", "openai:m --abandon x"):
-            shutil.rmtree("runs", ignore_errors=True)
-            code, out, err = self.main("--input", "items.jsonl", "--model", *words.split())
-            self.assertEqual((code, out), (2, ""), words)
-
-    def test_what_is_gone_for_good_is_to_be_abandoned(self):
-        for gone in ("look", "fetch"):
-            engine = self.engine()
-            engine.faults[gone] = itertools.repeat((404, b"{}"))
-            for more in ([], ["--no-wait"]):
-                said = self.ends(engine, 3, 1, "pending 4", *more, count=4)
-                self.assertRegex(said, "gone for good, say --abandon batch_0\n")
-                self.assertNotIn("run the same command", said)
-            engine.faults.clear()
-            self.ends(engine, 0, 2, "answered 4", "--abandon", "batch_0")
+        self.came(engine, "--order strict", self.ONE)
+        [run] = self.rows(LEDGER, "run")
+        self.assertEqual({row["run"] for row in self.rows(LEDGER)}, {run["run"]})
+        self.came(None, "audit", "0, answered 4")
 
     def test_a_look_that_hangs_holds_no_deadline_up(self):
-        engine, go = self.engine(), threading.Event()
-        self.addCleanup(go.set)
-        engine.gate = lambda step, handled: step == "look" and not go.wait(30)
+        engine = self.engine("", "look: wait do")
         began = time.monotonic()
-        self.ends(engine, 4, 1, "pending 4", "--deadline", "1s", count=4)
+        self.came(engine, "--deadline 1s", self.OPEN)
         self.assertLess(time.monotonic() - began, 10)
-        go.set()
-        self.ends(engine, 0, 1, "answered 4")
+        engine.go.set()
+        self.came(engine, "", self.ONE)
 
-    def test_a_small_job_is_looked_at_after_two_seconds_and_a_long_one_less_often(self):
-        engine, waits, real = self.engine(polls=20), [], bh.Jobs._wait
+    def test_a_small_job_is_looked_at_soon_and_a_long_one_less_and_less_often(self):
+        waits, real = [], bh.Jobs._wait
 
         def wait(jobs, seconds, words):
             waits.append(seconds)
             real(jobs, 0.0, words)
-        self.patched(POLL=self.USUAL[0], MAX_POLL=self.USUAL[1])
-        with mock.patch.object(bh.Jobs, "_wait", wait):
-            self.assertEqual(self.jobs(engine, count=4)[0], 0)
-        self.assertEqual(([*waits[:2]], waits[-1]), ([2.0, 3.0], 300.0))
+        with mock.patch.multiple(bh, POLL=self.USUAL[0], MAX_POLL=self.USUAL[1]), \
+                mock.patch.object(bh.Jobs, "_wait", wait):
+            self.came(self.engine(polls=20), "", self.ONE)
+        for place, least, most in ((0, 1.8, 2.2), (1, 2.7, 3.3), (-1, 270, 330)):
+            self.assertTrue(least <= waits[place] <= most, waits)
 
     def test_an_interrupt_leaves_the_job_to_be_taken_up(self):
         engine = self.engine(polls=10 ** 6)
-        self.items_file(4)
-        run = subprocess.Popen(
-            [sys.executable, "-c", self.QUICK, *self.words(engine)], stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE, preexec_fn=usual_signals if os.name == "posix" else None)
+        run = self.start(engine)
         self.wait_for(lambda: "look" in engine.log, "a look at the job")
         run.send_signal(signal.SIGINT)
         out, err = run.communicate(timeout=20)
         self.assertEqual(run.returncode, 130, err)
         self.assertIn(b"interrupted; jobs go on at the provider", out)
         engine.jobs["batch_0"]["left"] = 0
-        self.ends(engine, 0, 1, "answered 4")
-
-    # ---- results ----
-
-    def test_what_is_missing_unknown_repeated_crossed_or_errored_is_named(self):
-        def answer(prompt, name):
-            first, place = len(engine.jobs) == 1, name.rpartition("-")[2]
-            if first and place == "1":
-                return None
-            if first and place == "2":
-                error = {"code": "batch_expired", "message": "Not run in time."}
-                return {"custom_id": name, "response": None, "error": error}
-            if first and place == "3":          # what belongs to request 4
-                return engine.reply(reply_to(made(8)[6:], "bad"))
-            return engine.reply(reply_to_prompt(prompt))
-        engine = self.engine(answer)
-        engine.ends = "expired"
-        engine.extra = [engine.line("nobody-1", engine.reply("[]")), "junk\n", "[]\n"]
-        said = self.ends(engine, 0, 2, "answered 10", count=10)
-        ids = ", ".join(item.id for item in made(2))
-        key = self.key()
-        for words in ("missing: %s-1 (%s): the results" % (key, ids), "crossed: %s-3 " % key,
-                      'unknown: line 4, "{\\"custom_id\\": \\"nobody-1\\"',
-                      'unknown: line 5, "junk',
-                      "as the provider counts: expired (completed 5, total 5, failed 0)"):
-            self.assertIn("job batch_0, " + words, said)
-        self.assertIn("job batch_0: 10 items submitted, 6 came back; by verdict: no reply 4, ok 4, "
-                      "set_mismatch 2", said)
-        row = next(row for row in self.rows(LEDGER, "job") if row["step"] == "collected")
-        members = ("items", "missing", "unknown", "crossed", "repeated", "errored", "ended_as")
-        self.assertEqual([row[name] for name in members], [10, 1, 3, 1, 0, 1, "expired"])
-        self.assertEqual([row["detail"] for row in self.failures()],
-                         ["the results hold no line for it", "Not run in time."])
-        self.assertEqual(self.given(), {"good"})
-
-    def test_two_lines_for_one_request_count_once_or_not_at_all(self):
-        for other, jobs in (("good", 1), ("bad", 2)):
-            engine = self.engine()
-
-            def repeat(status, body):
-                line = engine.jobs["batch_0"]["lines"][0]
-                reply = engine.reply(reply_to_prompt(prompt_of(line), other))
-                engine.extra = [engine.line(line["custom_id"], reply)]
-                return status, body
-            engine.faults["create"] = iter([repeat])
-            said = self.ends(engine, 0, jobs, "answered 2", count=2, size=1)
-            self.assertIn("job batch_0, repeated: ", said)
-            self.assertEqual(self.given(), {"good"})
-
-    def test_results_without_custom_ids_are_joined_to_nothing(self):
-        engine = self.engine(lambda prompt, name: engine.line(None, engine.reply("[]")))
-        said = self.ends(engine, 3, 1, "pending 4", count=4)
-        self.assertIn("job batch_0 holds none of the requests", said)
-        self.assertEqual(self.rows(LEDGER), [])
-        [path] = [path for path in self.written() if "results" in path]
-        self.assertEqual(len(self.read(path).splitlines()), 2)
-
-    def test_results_are_split_at_line_feeds_alone(self):
-        text = "one\u2028two\x85three"
-        engine = self.engine(lambda prompt, name: engine.reply(json.dumps(
-            [{"id": item, "answer": text} for item, _ in asked_in(prompt)], ensure_ascii=False)))
-        self.items_file(4)
-        words = self.words(engine)
-        del words[words.index("--labels"):]
-        self.assertEqual(self.main(*words)[0], 0)
-        self.assertEqual(self.given(), {text})
-
-    def test_a_job_that_was_refused_whole_stops_the_run_and_says_why(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends = "failed"
-        engine.errors = {"data": [{"code": "invalid_json_line", "message": "bad line " + KEY}]}
-        said = self.ends(engine, 3, 1, "pending 4", count=4)
-        self.assertIn('job batch_0 was refused whole: [{"code": "invalid_json_line", "message": '
-                      '"bad line ***"', said)
-
-    def test_a_full_queue_is_waited_for_and_rounds_without_replies_end(self):
-        engine = self.engine(lambda prompt, name: None)
-        engine.ends = "failed"
-        engine.errors = {"data": [{"code": "token_limit_exceeded", "line": None}]}
-        said = self.ends(engine, 3, 3, "pending 4", count=4)
-        self.assertIn("3 rounds of jobs brought no reply", said)
-        engine.ends, engine.errors = "completed", None
-        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.ends(engine, 0, 4, "answered 4")
-
-    def test_refused_contents_are_verdicts_only_where_something_succeeded(self):
-        refusal = {"message": "no", "type": "invalid_request_error", "param": None, "code": "other"}
-        lines = {
-            "chat": {"response": {"status_code": 400, "body": {"error": refusal}}, "error": None},
-            "messages": {"result": {"type": "errored", "error": {"error": refusal}}}}
-        for form, line in lines.items():
-            engine = self.engine(None, form)
-            usual = engine.answer
-
-            def refuse(prompt, name, no="number 3"):
-                return {"custom_id": name, **line} if no in prompt else usual(prompt, name)
-            engine.answer = refuse
-            for count, size in ((5, 1), (9, 2)):        # alone, or in a round of its own
-                shutil.rmtree("runs", ignore_errors=True)
-                engine.jobs.clear()
-                code, out, err = self.jobs(engine, count=count, size=size)
-                statuses = "answered %d, quarantined 1" % (count - 1)
-                self.assertEqual((code, self.statuses()), (1, statuses), err)
-                codes = {row["verdict"] for row in self.rows(LEDGER)}
-                self.assertEqual(codes, {"ok", "rejected"})
-            engine.answer = functools.partial(refuse, no="")
-            for count, ends in ((20, (3, 1, "pending 20")), (5, (1, 1, "quarantined 5"))):
-                shutil.rmtree("runs")
-                engine.jobs.clear()
-                said = self.ends(engine, *ends, count=count, size=1)
-                self.assertIn("rejected (HTTP 400: no", said)
-                self.assertEqual("20 calls brought no acceptable reply" in said, count == 20)
-
-    def test_jobs_without_an_acceptable_reply_stop_and_quarantine_nothing(self):
-        engine = self.engine(no="number")
-        said = self.ends(engine, 3, 2, "pending 15", count=15, size=1)
-        self.assertIn("30 calls brought no acceptable reply, as for item", said)
-        self.assertEqual(said.count("not accepted: item"), 1)
-        engine.answer = lambda prompt, name: engine.reply(reply_to_prompt(prompt))
-        self.ends(engine, 0, 3, "answered 15", size=1)
-
-    def test_a_round_of_second_attempts_may_fail_whole(self):
-        self.patched(IN_A_ROW=5)
-        self.ends(self.engine(no="number 1"), 1, 2, "answered 9, quarantined 7", count=16, size=1)
+        self.came(engine, "", self.ONE)
 
     # ---- files ----
 
-    EMIT = shlex.split("emit requests.jsonl --input items.jsonl --model openai:m --batch-size 2 "
-                       "--labels good,bad")
+    def test_what_a_job_was_made_of_lies_beside_the_ledger(self):
+        engine = self.engine()
+        self.came(engine, "", self.ONE)
+        beside = "runs/ledger-jobs/" + self.rows(LEDGER, "job")[0]["key"]
+        names = [beside + "-%s.jsonl" % what for what in ("manifest", "requests", "results")]
+        self.assertEqual(sorted(self.written("ledger-jobs")), names)
+        self.assertEqual(self.bytes(beside + "-requests.jsonl"), engine.files["file-0"])
+        manifest = map(json.loads, self.read(beside + "-manifest.jsonl").splitlines())
+        texts = ["text number %d" % n for n in range(4)]
+        self.assertEqual([pick(row, "source id text_sha") for row in manifest], [
+            (str(n), bh.item_id(text), bh.text_digest(text)[:32]) for n, text in enumerate(texts)])
 
-    def emit(self, *more):
-        os.environ.pop("OPENAI_API_KEY", None)              # a file of requests needs none
-        return self.main(*self.EMIT, *more)
-
-    def emitted(self, count, *more):
-        """What is answered to the requests about so many items: a line for each."""
-        self.items_file(count)
-        code, out, err = self.emit(*more)
-        self.assertEqual(code, 0, out + err)
-        return self.answered()
-
-    def answered(self, no="\0", path="requests.jsonl"):
-        def line(asked):
-            prompt = prompt_of(asked)
-            body = json.loads(completion("no" if no in prompt else reply_to_prompt(prompt)))
-            response = {"status_code": 200, "request_id": "r", "body": body}
-            row = {"custom_id": asked["custom_id"], "response": response, "error": None}
-            return json.dumps({"id": "vllm-1", **row}) + "\n"
-        return list(map(line, self.lines(path)))
-
-    def collect(self, lines, code, statuses, name="results.jsonl"):
-        """Collect lines, with what must come of it; what is said on standard error."""
-        self.write(name, "".join(lines))
-        came, out, err = self.main("collect", name)
-        self.assertEqual((came, self.statuses()), (code, statuses), out + err)
-        return err
+    def answer(self, answers="", path="requests.jsonl"):
+        """Answer a file of requests in results.jsonl; the requests, and the lines of results."""
+        engine = Engine(answers)
+        engine.close()
+        requests = [json.loads(line) for line in self.read(path).splitlines()]
+        lines = [line for request in requests for _, line in engine.lines_for(request)]
+        self.write("results.jsonl", "".join(lines))
+        return requests, lines
 
     def test_requests_go_out_and_results_come_back_as_files(self):
         self.items_file(5)
-        code, out, err = self.emit("--param", "temperature=0")
-        self.assertIn("3 requests about 5 items in requests.jsonl; let an engine answer them, then "
-                      "`collect RESULTS --ledger runs/ledger.jsonl`", out)
-        for line in self.lines("requests.jsonl"):
-            asked = line["method"], line["url"], line["body"]["model"], line["body"]["temperature"]
-            self.assertEqual(asked, ("POST", "/v1/chat/completions", "m", 0))
-        code, out, err = self.emit()
-        self.assertEqual((code, out), (2, ""))
-        self.assertIn("`collect` them, or --abandon ", err)
-        lines = self.answered(no="number 3")
-        self.collect(lines, 0, "answered 3, pending 2")
-        before = self.rows(LEDGER)
-        for _ in range(2):                          # the same results again are no news
-            self.collect(lines, 0, "answered 3, pending 2")
-            self.assertEqual(self.rows(LEDGER), before)
-        self.assertEqual(self.emit()[0], 0)
-        self.collect(self.answered(), 0, "answered 5")
-        self.assertIn("nothing to do", self.emit()[1])
-        self.assertEqual([(row["attempt"], row["verdict"]) for row in self.rows(LEDGER)],
-                         [(1, "ok"), (1, "ok"), (1, "not_json"), (2, "ok")])
+        self.came(None, self.EMIT + "--param temperature=0", "0, pending 5",
+                  "out: .*3 requests about 5 items in requests.jsonl; let an engine answer them, "
+                  "then `collect RESULTS --ledger runs/ledger.jsonl`")
+        requests, _ = self.answer("number 3: no")
+        for line in requests:
+            self.assertEqual((*pick(line, "method url"), *pick(line["body"], "model temperature")),
+                             ("POST", "/v1/chat/completions", "m", 0))
+        self.came(None, self.EMIT, "2, pending 5", "(?s)\\Aerr: .*`collect` them, or --abandon ")
+        for _ in range(3):                          # the same results again are no news
+            self.came(None, "collect results.jsonl", "0, answered 3, pending 2")
+            self.assertEqual(len(self.rows(LEDGER)), 3)
+        self.came(None, self.EMIT, "0, answered 3, pending 2")
+        [[request], _] = self.answer()
+        self.assertEqual(len(asked_in(Engine.prompt_of(request))), 2)
+        self.came(None, "collect results.jsonl", "0, answered 5")
+        self.came(None, self.EMIT, "0, answered 5", "out: .*nothing to do")
+        self.assertEqual(["%(attempt)d %(verdict)s" % row for row in self.rows(LEDGER)],
+                         ["1 ok", "1 ok", "1 not_json", "2 ok"])
 
     def test_results_of_every_dialect_are_read(self):
-        rows = list(map(json.loads, self.emitted(10)))
-        bodies = [row["response"]["body"] for row in rows]
-        nested = {"error": {"message": "no such model", "code": 404}}
-        for row, change in zip(rows, (
-                {"response": {"status_code": 200, "body": bodies[0]}},
-                {"response": {"status_code": 404, "body": None}, "error": nested},
-                {"response": {"status_code": 500, "body": None}, "error": "boom"},
-                {"response": {"body": bodies[3]}, "error": None},
-                {"response": bodies[4], "error": None})):           # Fireworks
-            row.update(change)
-        lines = "\ufeff", *(json.dumps(row) + "\r\n" for row in rows)
-        self.collect(lines, 1, "answered 6, pending 4")
+        self.items_file(12)
+        self.came(None, self.EMIT, "0, pending 12")
+        _, lines = self.answer(
+            '-1$: {"response": {"status_code": 200, "body": "REPLY"}}; '
+            '-2$: {"response": {"status_code": 404, "request_id": "x", "body": null}, '
+            '"error": {"error": {"message": "no such model", "code": 404}}}; '
+            '-3$: {"response": {"status_code": 500, "body": null}, "error": "boom"}; '
+            '-4$: {"response": {"body": "REPLY"}, "error": null}; '
+            '-5$: {"response": "REPLY", "error": null}')                # Fireworks
+        first = ("\ufeff" + "".join(lines[:2])).replace("\n", "\r\n")
+        self.write("a.gz", gzip.compress(first.encode()) + gzip.compress(lines[2].strip().encode()))
+        self.write("b.jsonl", "".join(lines[2:]) + "{}\n")
+        self.came(None, "collect a.gz b.jsonl", "1, answered 8, pending 4",
+                  "err: .*a.gz, lines: results 3\n",
+                  "err: .*b.jsonl, lines: results 4, unknown 1\n")
         self.assertEqual([row["detail"].partition(";")[0] for row in self.failures()],
                          ["HTTP 404: no such model", "HTTP 500: boom"])
+        [kept] = self.written("results")
+        self.assertEqual(self.read(kept), first + "".join([lines[2], *lines[2:]]))
+        self.write("c.gz", gzip.compress(b"x" * 99)[:20])
+        for name, said in (("c.gz", "cannot read c.gz: "), ("items.jsonl", ""), ("none.jsonl", "")):
+            self.came(None, "collect " + name, "2, answered 8, pending 4", said)
 
-    def test_late_results_are_taken_and_open_requests_block_a_run(self):
-        lines = self.emitted(4)
-        self.collect(lines[:1], 1, "answered 2, pending 2")
-        self.collect(lines, 0, "answered 4")
-        self.emitted(6)
-        server = self.serve(lambda prompt, n: completion(reply_to_prompt(prompt, "bad")))
-        code, out, err = self.ask(server, 0, "--labels", "good,bad", "--batch-size", "2")
-        self.assertEqual((code, server.requests), (2, []))
+    def test_late_results_are_taken_unless_the_items_were_answered_meanwhile(self):
+        self.came(None, self.EMIT, "0, pending 4")
+        _, lines = self.answer()
+        self.write("part.jsonl", lines[0])
+        self.came(None, "collect part.jsonl", "1, answered 2, pending 2")
+        self.came(None, "collect results.jsonl", "0, answered 4")
+        self.items_file(1, start=9)
+        self.came(None, self.EMIT, "0, pending 1")
+        code, out, err = self.ask(self.serve(), 0, "--labels", "good,bad", "--batch-size", "2")
+        self.assertEqual(code, 2)
         self.assertIn("`collect` its results", err)
 
+    def test_results_in_parts_are_counted_as_what_they_are(self):
+        self.items_file(10)
+        self.came(None, self.EMIT, "0, pending 10")
+        _, lines = self.answer()
+        for name, part in (("a", lines[:3]), ("b", lines[3:4]), ("c", lines)):
+            self.write(name, "\ufeff" + "".join(part))
+        self.came(None, "collect a", "1, answered 6, pending 4")
+        text = self.came(None, "collect b", "1, answered 8, pending 2",
+                         "err: .*10 items submitted, 8 came back; by verdict: no reply 2, ok 2")
+        self.assertEqual((text.count("missing: "), len(self.failures())), (1, 2))
+        self.came(None, "collect c", "0, answered 10")
+        self.came(None, "collect c", "0, answered 10", "err: .*nothing new")
+        self.came(None, "audit", "0, answered 10")
+
     def test_emit_and_collect_refuse_what_would_destroy_or_mislead(self):
-        self.items_file(4)
         before = self.bytes("items.jsonl")
         for target in ("items.jsonl", "./items.jsonl", LEDGER, "none/requests.jsonl"):
-            code, out, err = self.main("emit", target, *self.EMIT[2:])
+            code = self.main(*self.EMIT.replace("requests.jsonl", target).split())[0]
             self.assertEqual((code, self.bytes("items.jsonl")), (2, before))
-        lines = self.emitted(4)
-        self.assertEqual(self.main("collect", "requests.jsonl", "--ledger", "other/l.jsonl")[0], 2)
+        self.came(None, self.EMIT, "0, pending 4")
+        for ledger in (LEDGER, "other/ledger.jsonl"):
+            self.came(None, "collect requests.jsonl --ledger " + ledger, "2, pending 4")
         self.assertFalse(os.path.exists("other"))
-        self.write("c.gz", gzip.compress(b"x" * 99)[:20])
-        self.write("odd.jsonl", '{"custom_id": "zz-1", "response": {}}')
-        before = self.bytes(), self.written()
-        for name, words in (("requests.jsonl", 'requests.jsonl, unknown: line 1, "{\\"custom_id'),
-                            ("items.jsonl", "no line of items.jsonl is the result of a request"),
-                            ("none.jsonl", "cannot read none.jsonl: "),
-                            ("odd.jsonl", "check both names"), ("c.gz", "cannot read c.gz: ")):
-            code, out, err = self.main("collect", name)
-            self.assertEqual((code, out, self.bytes(), self.written()), (2, "", *before), name)
-            self.assertIn(words, err)
-        self.write("a", lines[0])
-        self.write("b", "\ufeff" + lines[1])
-        self.assertEqual((self.main("collect", "a", "b")[0], self.statuses()), (0, "answered 4"))
+        _, lines = self.answer()
+        for number, line in enumerate(lines):
+            self.write("part%d" % number, "\ufeff" + line)
+        self.came(None, "collect part0 part1", "0, answered 4")
 
     def test_an_open_job_of_a_provider_is_not_collected_from_a_file(self):
         engine = self.engine(polls=9)
-        self.jobs(engine, "--no-wait", count=4)
-        self.write("results.jsonl", engine.results("batch_0", "out"))
-        self.assertEqual(self.main("collect", "results.jsonl")[:2], (2, ""))
+        self.came(engine, "--no-wait", self.OPEN)
+        self.write("results.jsonl", engine.results("batch_0", "fetch"))
+        self.came(None, "collect results.jsonl", "2, pending 4", "\\Aerr: ")
         self.assertNotIn("collected", self.steps())
 
-    def test_results_in_parts_are_counted_as_what_they_are(self):
-        lines = self.emitted(10)
-        self.collect(lines[:3], 1, "answered 6, pending 4")
-        said = self.collect(lines[3:4], 1, "answered 8, pending 2")
-        self.assertEqual((len(self.failures()), said.count("missing: ")), (2, 1))
-        self.assertIn("10 items submitted, 8 came back; by verdict: no reply 2, ok 2", said)
-        self.collect(lines, 0, "answered 10")
-        self.assertIn("nothing new", self.collect(lines, 0, "answered 10"))
-        self.assertEqual(self.main("audit", "--ledger", LEDGER)[0], 0)
-
-    def test_collect_reads_gzip_counts_each_file_and_keeps_a_copy(self):
-        lines = [line.encode() for line in self.emitted(6)]
-        mark = b"\xef\xbb\xbf"
-        self.write("a.gz", gzip.compress(mark + lines[0]) + gzip.compress(lines[1].strip()))
-        self.write("b.jsonl", lines[1] + lines[2] + b"{}\n")
-        code, out, err = self.main("collect", "a.gz", "b.jsonl")
-        self.assertEqual((code, self.statuses()), (1, "answered 6"), err)       # a line is nobody's
-        for words in ("a.gz, lines: results 2\n", "repeated: ",
-                      "b.jsonl, lines: results 2, unknown 1\n"):
-            self.assertIn(words, err)
-        [kept] = [path for path in self.written() if "results" in path]
-        self.assertEqual(self.bytes(kept), mark + b"".join(lines[:2] + lines[1:]))
-
     def test_requests_go_out_in_parts_that_come_back_in_any_order_and_again(self):
-        self.patched(MAX_REQUESTS=2)
         self.items_file(14)
-        self.assertEqual(self.emit("--parts", "3")[0], 0)
+        with mock.patch.object(bh, "MAX_REQUESTS", 2):
+            self.came(None, self.EMIT + "--parts 3", "0, pending 14")
         names = ["requests-%d-of-3.jsonl" % number for number in (1, 2, 3)]
-        self.assertEqual([len(self.lines(name)) for name in names], [3, 3, 1])
+        self.assertEqual([self.read(name).count("\n") for name in names], [3, 3, 1])
         self.assertEqual(sorted(glob.glob("requests*")), names)
-        self.assertIn("--abandon requests-1-of-3.jsonl", self.emit("--parts", "3")[2])
-        for place, statuses in ((3, "pending 12, answered 2"), (1, "answered 8, pending 6"),
-                                (1, "answered 8, pending 6"), (2, "answered 14")):
-            self.collect(self.answered(path=names[place - 1]), 0, statuses)
+        self.came(None, self.EMIT + "--parts 3", "2, pending 14", "--abandon requests-1-of-3.jsonl")
+        for place, result in ((3, "0, answered 2, pending 12"), (1, "0, answered 8, pending 6"),
+                              (1, "0, answered 8, pending 6"), (3, "0, answered 8, pending 6"),
+                              (2, "0, answered 14")):
+            self.answer("", names[place - 1])
+            self.came(None, "collect results.jsonl", result)
         self.assertEqual(self.failures(), [])
-        self.assertEqual(self.main("audit")[0], 0)
+        self.came(None, "audit", "0, answered 14")
         self.items_file(4, start=20)
-        self.emit("--parts", "9")
+        self.came(None, self.EMIT + "--parts 9", "0, pending 4")
         self.assertEqual(len(glob.glob("requests-*-of-2.jsonl")), 2)
-        code, out, err = self.emit("--parts", "2", "--abandon", "requests-1-of-2.jsonl")
-        self.assertIn("the results of requests-2-of-2.jsonl are not collected", err)
+        self.came(None, self.EMIT + "--parts 2 --abandon requests-1-of-2.jsonl", "2, pending 4",
+                  "the results of requests-2-of-2.jsonl are not collected")
 
     def test_jobs_that_an_earlier_program_left_are_gone_on_with(self):
-        results = self.emitted(4)
+        self.came(None, self.EMIT, "0, pending 4")
         lines = self.bytes().splitlines()
         for number, line in enumerate(lines):           # it did not name the file
             row = json.loads(line)
             row.pop("file", None)
             row["prev"] = "%08x" % (zlib.crc32(lines[number - 1]) if number else 0)
             lines[number] = json.dumps(row).encode()
-        whole = b"\n".join([*lines, b""])
-        self.write(LEDGER, whole)
+        self.write(LEDGER, b"\n".join([*lines, b""]))
         shutil.rmtree("runs/ledger-jobs")
-        self.assertIn("--abandon file requests.jsonl", self.emit()[2])
-        self.collect(results, 0, "answered 4")
+        self.came(None, self.EMIT, "2, pending 4", "--abandon file requests.jsonl")
+        whole = self.bytes()
+        self.answer()
+        self.came(None, "collect results.jsonl", "0, answered 4")
         self.write(LEDGER, whole)
-        code, out, err = self.emit("--abandon", "file requests.jsonl")
+        code, out, err = self.main(*self.EMIT.split(), "--abandon", "file requests.jsonl")
         self.assertEqual(code, 0, err)
         self.assertIn("2 requests about 4 items", out)
-        self.assertEqual(self.main("audit")[0], 0)
+        self.came(None, "audit", "0, pending 4")
 
-    def peak(self, *words):
+    def peak(self, words):
         """The most memory, in MB, that a command takes in a process of its own."""
         if sys.platform != "linux":
-            self.skipTest("ru_maxrss is not in kB here")
-        script = self.QUICK.replace(
-            "sys.exit(bh.main(sys.argv[1:]))", "import resource; bh.MAX_REQUESTS = 500; "
-            "bh.main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")
-        done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True)
+            self.skipTest("there is no /proc/self/status here")
+        script = self.QUICK + ("bh.MAX_REQUESTS = 500; bh.main(sys.argv[1:]); "
+                               "print(open('/proc/self/status').read())")
+        done = subprocess.run([sys.executable, "-c", script, *words.split()], capture_output=True)
         self.assertNotIn(b"Traceback", done.stderr)
-        return int(done.stdout.split()[-1]) / 1024
+        return int(re.search(rb"VmHWM:\s*([0-9]+) kB", done.stdout).group(1)) / 1024
 
     def test_neither_requests_nor_results_are_held(self):
         self.items_file(12000)
-        least = self.peak("audit", "--ledger", "none")
-        self.assertLess(self.peak(*self.EMIT, "--batch-size", "1") - least, 30)
-        lines = self.answered()
-        self.assertEqual(len(lines), 12000)
-        space = '"content": "' + " " * 40000
-        with open("results.jsonl", "w") as file:        # what is held here would be counted, too
-            file.writelines(line.replace('"content": "', space) for line in lines[:1500])
-        self.assertLess(self.peak("collect", "results.jsonl") - least, 40)
-        self.assertEqual(self.statuses(), "pending 10500, answered 1500")
+        least = self.peak("audit --ledger none")
+        self.assertLess(self.peak(self.EMIT + "--batch-size 1") - least, 30)
+        self.write("some", b"".join(self.bytes("requests.jsonl").splitlines(True)[:1500]))
+        self.assertEqual(self.read("requests.jsonl").count("\n"), 12000)
+        _, lines = self.answer("", "some")
+        with open("results.jsonl", "w") as file:
+            for line in lines:
+                file.write(line.replace('}]"', '}]%s"' % (" " * 40000)))
+        self.assertLess(self.peak("collect results.jsonl") - least, 40)
+        self.came(None, "audit", "0, answered 1500, pending 10500")
 
     def test_shards_part_the_items_and_none_is_in_two(self):
-        words = ["--input", self.items_file(40), "--model", "demo", "--shard"]
-        seen = []
-        for part in (1, 2, 3):
-            self.main(*words, "%d/3" % part, "--ledger", "s.jsonl")
-            [run] = self.rows("s.jsonl", "run")
-            names = {name for row in self.rows("s.jsonl") for name in row["batch"]}
-            self.assertEqual((run["shard"], {int(name, 16) % 3 for name in names}),
-                             ("%d/3" % part, {part - 1}))
-            os.remove("s.jsonl")
-            seen += names
-        self.assertEqual((len(set(seen)), len(seen)), (40, 40))
+        self.items_file(40)
+        run, seen = "--input items.jsonl --model demo --shard ", []
         for shard in ("0/3", "4/3", "1", "a/b"):
-            self.assertIn("--shard", self.refused(*words, shard))
+            self.assertIn("--shard", self.refused(*run.split(), shard))
+        for part in (1, 2, 3):
+            self.main(*(run + "%d/3 --ledger s%d" % (part, part)).split())
+            names = {name for row in self.rows("s%d" % part) for name in row["batch"]}
+            seen += names
+            self.assertEqual({int(name, 16) % 3 for name in names}, {part - 1})
+            self.assertEqual(self.rows("s%d" % part, "run")[0]["shard"], "%d/3" % part)
+        self.assertEqual((len(set(seen)), len(seen)), (40, 40))
 
 
 # ====================================================================================================================
