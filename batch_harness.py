@@ -8146,7 +8146,7 @@ def answered_words(run: Run) -> str:
 
 
 KEPT = ("batch_size", "batch_chars", "retry_quarantined", "workers", "rpm", "limit", "max_calls",
-        "price", "max_cost", "deadline")      # options that stand in a run's row under their own names
+        "price", "max_cost", "deadline")      # options that stand in a run's row by their own names
 
 
 def run_header(run: Run, frozen: InputCount) -> Members:

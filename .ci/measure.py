@@ -13,7 +13,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # ruler -> (held: what the last landing had, the aim)
 RULERS = {
-    "tokens": (62_600, 48_000),
+    "tokens": (62_700, 48_000),
     "tokens a code line": (10.1, 10.5),
     "characters a code line": (42.3, 44),
     "longest line": (100, 100),
@@ -23,9 +23,9 @@ RULERS = {
     "most arguments": (6, 6),
     "classes": (58, 40),
     "conditional expressions a 1000 code lines": (8.2, 30),
-    "lines above the trust line": (1370, 1150),
+    "lines above the trust line": (1374, 1150),
     "functions that take the untyped options": (0, 0),
-    "test tokens": (69_900, 52_000),
+    "test tokens": (67_200, 52_000),
     "longest test line": (155, 100),
 }
 
