@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """The tests of batch_harness: `python3 test_batch_harness.py [-v] [NAME ...]`.
 
-unittest alone.  The sections stand in the order of the program's own.  Endpoints are real HTTP servers on loopback,
-crashes are real `kill -9`s.  The last line is `N passed, N failed`.  BATCH_HARNESS_SEED repeats a random test.
+unittest alone.  The sections stand in the order of the program's own.  Endpoints are real HTTP
+servers on loopback, crashes are real `kill -9`s.  The last line is `N passed, N failed`.
+BATCH_HARNESS_SEED repeats a random test.
 """
 from __future__ import annotations
 
@@ -47,7 +48,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PROGRAM = os.path.join(HERE, "batch_harness.py")
 SAMPLE = os.path.join(HERE, "sample_items.jsonl")
 SEED = int(os.environ.get("BATCH_HARNESS_SEED") or random.SystemRandom().randrange(10 ** 9))
-LABELS = bh.load_task({"instruction": "Good or bad?", "fields": {"answer": {"enum": ["good", "bad"]}}})
+LABELS = bh.load_task(
+    {"instruction": "Good or bad?", "fields": {"answer": {"enum": ["good", "bad"]}}}
+)
 MARK = "876.%d" % os.getpid()       # a time to sleep by which a child of this process is known
 KEY = "sk-test-FAKEKEY-0123456789"
 LEDGER = "runs/ledger.jsonl"
@@ -140,9 +143,9 @@ def asked_in(prompt):
     return re.findall(r'^<item id="([0-9a-f]+)">(.*?)</item>$', prompt, re.S | re.M)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # VOCABULARY AND THE FILE AS A WHOLE
-# ====================================================================================================================
+# ==================================================================================================
 
 class TheFile(Case):
     SOURCE = open(PROGRAM, encoding="utf-8").read()
@@ -209,9 +212,9 @@ class TheFile(Case):
         self.assertFalse(set(bh.VERDICTS) & set(bh.NORMALISATIONS))
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # ITEMS
-# ====================================================================================================================
+# ==================================================================================================
 
 class Items(Case):
     def texts(self, name, **spec):
@@ -306,7 +309,9 @@ class Items(Case):
                 found = self.texts(self.write(name, content))
                 self.assertEqual(found, list(map(tuple, expected)))
 
-    BAD = [(name, content.encode(), *more) for name, content, *more in json_lines(r'''
+    BAD = [
+        (name, content.encode(), *more)
+        for name, content, *more in json_lines(r"""
 ["a.jsonl", "{\"text\":\"a\"}\n\n   \n{\"text\":\"b\"}\n{\"text\":\n", 5, "not JSON"]
 ["a.jsonl", "{\"text\":\"a\"},\n", 1, "no commas between them"]
 ["a.jsonl", "{\"text\":\"a\\u0000b\"}\n", 1, "NUL"]
@@ -328,30 +333,31 @@ class Items(Case):
 ["a.csv", "id,text\n1\n", 2, "1 cells under a header of 2"]
 ["a.csv", "id,text\n1,a\u0000b\n", 2, "NUL"]
 ["a.csv", "id,text\n\"1\"x,a\n", 2, "close or double"]
-["a.txt", "fine\na\u0000b\n", 2, "NUL"]''')] + [
+["a.txt", "fine\na\u0000b\n", 2, "NUL"]""")
+    ] + [
         ("a.jsonl", b'{"text":"a"}\n{"text":"\xff"}\n', 2, "invalid UTF-8"),
         (
             "a.json",
             b'[{"text":"a"},\n\n{"text":\n7}, "b", 8\n,\n{"text": "c"}]',
             3,
-            "is a number; it must be a string"
+            "is a number; it must be a string",
         ),
         (
             "a.jsonl",
             b'{"text":{"0":"a","1":"b"}}\n',
             1,
             'it must be a string: write one row a line, in pandas with to_json("items.jsonl", '
-            'orient="records", lines=True)'
+            'orient="records", lines=True)',
         ),
         (
             "a.csv",
-            b'Export of Tool 4.2\nid,text\n',
+            b"Export of Tool 4.2\nid,text\n",
             2,
-            '2 cells under a header of 1 ("Export of Tool 4.2"); quote delimiters in cells, or delete '
-            'what stands above the header'
+            '2 cells under a header of 1 ("Export of Tool 4.2"); quote delimiters in cells, or '
+            "delete what stands above the header",
         ),
-        ("a.csv", b'id,text\n1,a\xffb\n', 2, "invalid UTF-8"),
-        ("a.txt", b'fine\n\xe8\xb4\n', 2, "invalid UTF-8")
+        ("a.csv", b"id,text\n1,a\xffb\n", 2, "invalid UTF-8"),
+        ("a.txt", b"fine\n\xe8\xb4\n", 2, "invalid UTF-8"),
     ]
 
     def said(self, name, content, *more):
@@ -1765,7 +1771,7 @@ class Mutations(Case):
         return other
 
     def said(self, text):
-        """What a reply says of each id, read another way: what is between the outermost brackets."""
+        """What a reply says of each id, read another way: between the outermost brackets."""
         text = text[text.rfind("</think>") + 1 :]
         start, end = (
             ("{", "}") if 0 <= text.find("{") < text.find("[") or "[" not in text else ("[", "]")
@@ -2028,10 +2034,13 @@ class Ledgers(Case):
         self.items_file(2)
         self.run_demo("--batch-size", "2", "--labels", "up,down")
         [row], [run] = self.made(), self.made("run")
-        order = re.findall(r"\w+", "event at verdict attempt fallback size model_string batch answers quarantined "
-                 "missing extra detail normalised reordered form stage task arm run batch_id ms "
-                 "tokens_in tokens_out finish request_id params sources text_sha prompt_sha seq "
-                 "prev reply")
+        order = re.findall(
+            r"\w+",
+            "event at verdict attempt fallback size model_string batch answers quarantined "
+            "missing extra detail normalised reordered form stage task arm run batch_id ms "
+            "tokens_in tokens_out finish request_id params sources text_sha prompt_sha seq "
+            "prev reply",
+        )
         self.assertEqual(list(row), [name for name in order if name in row])
         texts = ["text number %d" % n for n in range(2)]
         task = bh.load_task(run["task"])
@@ -2049,7 +2058,16 @@ class Ledgers(Case):
         self.items_file(8)
         old = zlib.decompress(base64.b85decode(self.OLD))
         self.write("old.jsonl", old)
-        words = ("--labels", "good,bad", "--batch-size", "4", "--workers", "1", "--ledger", "old.jsonl")
+        words = (
+            "--labels",
+            "good,bad",
+            "--batch-size",
+            "4",
+            "--workers",
+            "1",
+            "--ledger",
+            "old.jsonl",
+        )
         audit = ("audit", "--ledger", "old.jsonl", "--input", "items.jsonl")
         self.assertIn("2 answered, 3 quarantined, 3 pending", self.run_demo(*words, "--dry-run")[1])
         self.assertIn("accepted 2 + quarantined 3 + unfinished 3", self.main(*audit)[1])
@@ -2061,7 +2079,9 @@ class Ledgers(Case):
         self.assertTrue(self.bytes("old.jsonl").startswith(old))
         code, out = self.main(*audit)[:2]
         self.assertEqual(code, 0, out)
-        self.assertIn("5 answers derived from their replies again, 12 prompts rebuilt; 0 things", out)
+        self.assertIn(
+            "5 answers derived from their replies again, 12 prompts rebuilt; 0 things", out
+        )
 
     def test_only_a_row_whose_members_agree_is_one(self):
         self.items_file(4)
@@ -2071,21 +2091,43 @@ class Ledgers(Case):
         self.assertTrue(bh.is_row(row))
         bad = [b"\0\0garbage", b"[]", b'{"event": 5}', b'{"event": "attempt"}', b'{"event": "run"}',
                b"[" * 100000, b"\xff\xfe"]
-        bad += [json.dumps({**row, name: value}).encode() for name, values in (
-            ("seq", (None, "1", 10 ** 4000)), ("verdict", ("", "fine")), ("tokens_in", (None, 10 ** 4000)),
-            ("normalised", (5, [[]])), ("quarantined", (None, ["x"], row["batch"])), ("model_string", ([],)),
-            ("form", ([],)), ("answers", (1.5, {}, {"x": "y"})), ("ms", (float("nan"), float("inf"))),
-            ("batch", ("x", [5], [])), ("text_sha", (None, ["x"], ["0" * 32], [[]])), ("size", ("1", 0)),
-            ("attempt", (0,)), ("fallback", (0,))) for value in values]
+        bad += [
+            json.dumps({**row, name: value}).encode()
+            for name, values in (
+                ("seq", (None, "1", 10**4000)),
+                ("verdict", ("", "fine")),
+                ("tokens_in", (None, 10**4000)),
+                ("normalised", (5, [[]])),
+                ("quarantined", (None, ["x"], row["batch"])),
+                ("model_string", ([],)),
+                ("form", ([],)),
+                ("answers", (1.5, {}, {"x": "y"})),
+                ("ms", (float("nan"), float("inf"))),
+                ("batch", ("x", [5], [])),
+                ("text_sha", (None, ["x"], ["0" * 32], [[]])),
+                ("size", ("1", 0)),
+                ("attempt", (0,)),
+                ("fallback", (0,)),
+            )
+            for value in values
+        ]
         bad += [json.dumps({**row, **change}).encode() for change in (
             {"answers": 5, "verdict": "empty_reply"}, {"batch": [[]], "verdict": "not_json"})]
         self.run_demo("--ledger", "q.jsonl", model="demo:empty=1")
         aside = self.rows("q.jsonl", "quarantine")[0]
         self.assertTrue(bh.is_row(aside))
         self.assertNotIn("quarantined", self.rows("q.jsonl")[-1])
-        for change in ({"quarantined": None}, {"quarantined": ["x"]}, {"text_sha": None}, {"verdict": "ok"},
-                       {"verdict": "ok", "answers": {aside["batch"][0]: "x"}}, {"batch": []}):
-            forged = {name: value for name, value in {**aside, **change}.items() if value is not None}
+        for change in (
+            {"quarantined": None},
+            {"quarantined": ["x"]},
+            {"text_sha": None},
+            {"verdict": "ok"},
+            {"verdict": "ok", "answers": {aside["batch"][0]: "x"}},
+            {"batch": []},
+        ):
+            forged = {
+                name: value for name, value in {**aside, **change}.items() if value is not None
+            }
             self.assertFalse(bh.is_row(forged), change)
         for line in bad:
             self.keep(*lines[:2], line, *lines[3:-1])
@@ -2130,7 +2172,9 @@ class Ledgers(Case):
         self.items_file(7)
         self.run_demo()
         self.assertTrue(self.bytes().startswith(whole))
-        self.write("runs/ledger.jsonl", whole + '{"event": "attempt", "reply": "\u8d28'.encode()[:-1])
+        self.write(
+            "runs/ledger.jsonl", whole + '{"event": "attempt", "reply": "\u8d28'.encode()[:-1]
+        )
         self.assertEqual(self.run_demo()[0], 0)
 
     def test_another_file_is_never_taken_for_a_ledger(self):
@@ -2150,7 +2194,13 @@ class Ledgers(Case):
         self.items_file(2)
         os.mkdir("runs")
         row = b'{"event": "run", "at": "2026'
-        for content in (row + b"\n", row + b'\n{"event": "run", "at"', b'{"event": "ru', b"{", row[:9] + b"\0" * 9):
+        for content in (
+            row + b"\n",
+            row + b'\n{"event": "run", "at"',
+            b'{"event": "ru',
+            b"{",
+            row[:9] + b"\0" * 9,
+        ):
             self.write("runs/ledger.jsonl", content)
             self.assertEqual(self.run_demo()[0], 0)
             self.assertTrue(self.bytes().startswith(content))
@@ -2160,7 +2210,9 @@ class Ledgers(Case):
         self.items_file(3)
         self.run_demo()
         row = {**self.made("run")[0], "task": {"fields": {}}, "fingerprint": "0" * 12}
-        self.write("runs/ledger.jsonl", b"\xef\xbb\xbf" + self.bytes() + json.dumps(row).encode() + b"\n")
+        self.write(
+            "runs/ledger.jsonl", b"\xef\xbb\xbf" + self.bytes() + json.dumps(row).encode() + b"\n"
+        )
         self.assertIn("nothing to do", self.run_demo()[1])
         self.assertEqual(len(self.exported()), 3)
 
@@ -2194,7 +2246,9 @@ class Ledgers(Case):
         self.assertEqual(order, ["write", "effect"] * len(rows))
         for row in rows:
             replayed.apply(row)
-        settled = {key: flags & (bh.ANSWERED | bh.QUARANTINED) for key, flags in live.status.items()}
+        settled = {
+            key: flags & (bh.ANSWERED | bh.QUARANTINED) for key, flags in live.status.items()
+        }
         self.assertEqual({key: flags for key, flags in settled.items() if flags}, replayed.status)
         self.assertEqual((replayed.open, live.open), ({}, {}))
 
@@ -2247,9 +2301,13 @@ class Ledgers(Case):
         def limited():
             resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))
         self.items_file(40)
-        run = self.process("--input", "items.jsonl", "--model", "demo:delay=0.005", preexec_fn=limited)
+        run = self.process(
+            "--input", "items.jsonl", "--model", "demo:delay=0.005", preexec_fn=limited
+        )
         out, err = run.communicate()
-        self.assertEqual((run.returncode, err.count(b"Traceback"), len(self.bytes())), (3, 0, 9000), err)
+        self.assertEqual(
+            (run.returncode, err.count(b"Traceback"), len(self.bytes())), (3, 0, 9000), err
+        )
         self.assertIn(b"cannot write the ledger runs/ledger.jsonl: ", out)
         answered = sum(len(row["batch"]) for row in self.made())
         self.assertIn("%d of 40 items answered" % answered, out.decode())
@@ -2287,9 +2345,13 @@ class Ledgers(Case):
                 os.remove(old)
             out, err = run.communicate(timeout=30)
             self.assertEqual((run.returncode, err.count(b"Traceback")), (3, 0), err)
-            saved = re.search(r"all of its rows are saved in (runs/ledger.jsonl.rescued-\d+), move that back",
-                              out.decode())[1]
-            answered = int(re.search(r"(\d+) of 400 items answered \(not all on the ledger\)", out.decode())[1])
+            saved = re.search(
+                r"all of its rows are saved in (runs/ledger.jsonl.rescued-\d+), move that back",
+                out.decode(),
+            )[1]
+            answered = int(
+                re.search(r"(\d+) of 400 items answered \(not all on the ledger\)", out.decode())[1]
+            )
             self.assertLess(answered, 400)
             self.assertEqual(len(self.rows(saved)), answered)
             self.assertEqual(self.main("audit", "--ledger", saved)[0], 0)
@@ -2305,13 +2367,18 @@ class Ledgers(Case):
         self.write("runs/ledger.jsonl", "")
         out, err = run.communicate(timeout=30)
         self.assertEqual(run.returncode, 3, err)
-        self.assertRegex(out.decode(), r"another program has cut it from \d+ to \d+ bytes; go back to a copy")
+        self.assertRegex(
+            out.decode(), r"another program has cut it from \d+ to \d+ bytes; go back to a copy"
+        )
         self.assertIn("items answered (not all on the ledger)", out.decode())
 
     @unittest.skipUnless(os.name == "posix", "an open file cannot be removed elsewhere")
     def test_a_ledger_that_goes_after_the_last_sync_is_missed_at_the_end(self):
         self.items_file(1)
-        self.write("m.py", "import os\ndef ask(prompt):\n    os.remove('runs/ledger.jsonl')\n    return 'x'\n")
+        self.write(
+            "m.py",
+            "import os\ndef ask(prompt):\n    os.remove('runs/ledger.jsonl')\n    return 'x'\n",
+        )
         code, out, err = self.run_demo("--attempts", "1", model="py:m.py:ask")
         self.assertEqual(code, 3, out + err)
         self.assertIn("another program has removed, renamed or replaced it", out)
@@ -2319,9 +2386,12 @@ class Ledgers(Case):
     @unittest.skipUnless(hasattr(os, "fork"), "needs fork")
     def test_a_child_of_the_model_does_not_keep_the_lock(self):
         self.items_file(1)
-        self.write("mine.py", "import os, time\ndef ask(prompt):\n    pid = os.fork()\n    if not pid:\n"
-                   "        time.sleep(%s)\n        os._exit(0)\n    open('child', 'w').write(str(pid))\n"
-                   "    os.kill(os.getpid(), 9)\n" % MARK)
+        self.write(
+            "mine.py",
+            "import os, time\ndef ask(prompt):\n    pid = os.fork()\n    if not pid:\n"
+            "        time.sleep(%s)\n        os._exit(0)\n    open('child', 'w').write(str(pid))\n"
+            "    os.kill(os.getpid(), 9)\n" % MARK,
+        )
         run = self.process("--input", "items.jsonl", "--model", "py:mine.py:ask",
                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         self.assertEqual(run.wait(timeout=20), -9)
@@ -2329,7 +2399,7 @@ class Ledgers(Case):
         code, out, err = self.run_demo(model="demo:empty=1")
         self.assertEqual(code, 2, out + err)                # demo and real answers never meet ...
         self.write("quiet.py", "def ask(prompt):\n    return ''\n")
-        self.assertEqual(self.run_demo(model="py:quiet.py:ask")[0], 1)      # ... but the lock is free
+        self.assertEqual(self.run_demo(model="py:quiet.py:ask")[0], 1)  # ... but the lock is free
 
     def test_without_fcntl_the_lock_is_the_other_systems(self):
         calls = types.ModuleType("msvcrt")
@@ -2359,7 +2429,9 @@ class Ledgers(Case):
         err = self.run_demo("--instruction", "one", "--stage", "second")[2]
         self.assertNotIn("another wording", err)
         out = self.run_demo("--instruction", "one", "--batch-size", "2")[1]
-        self.assertIn("nothing to do: 3 of 3 items answered, 0 quarantined; answered by demo at size 1", out)
+        self.assertIn(
+            "nothing to do: 3 of 3 items answered, 0 quarantined; answered by demo at size 1", out
+        )
         self.assertIn("name another --ledger", out)
 
     def test_an_answer_is_accepted_at_most_once(self):
@@ -2376,12 +2448,14 @@ class Ledgers(Case):
 
     def test_an_open_batch_goes_on_where_it_stopped_under_todays_policy(self):
         for kept, more, calls in (
-                (1, (), [(4, 2, False, 4)]), (2, (), [(1, 1, True, 4)] * 4),
-                (3, (), [(1, 1, True, 4)] * 3 + [(1, 2, True, 4)]),         # one single had failed once
-                (2, ("--on-failure", "exclude"), [(1, 1, False, 1)] * 4),   # nothing left to ask: anew
-                (2, ("--attempts", "3"), [(4, 3, False, 4)]),
-                (2, ("--on-failure", "split"), [(2, 1, True, 4)] * 2),
-                (1, ("--id-length", "16"), [(1, 1, False, 1)] * 4)):
+            (1, (), [(4, 2, False, 4)]),
+            (2, (), [(1, 1, True, 4)] * 4),
+            (3, (), [(1, 1, True, 4)] * 3 + [(1, 2, True, 4)]),  # one single had failed once
+            (2, ("--on-failure", "exclude"), [(1, 1, False, 1)] * 4),  # nothing left to ask: anew
+            (2, ("--attempts", "3"), [(4, 3, False, 4)]),
+            (2, ("--on-failure", "split"), [(2, 1, True, 4)] * 2),
+            (1, ("--id-length", "16"), [(1, 1, False, 1)] * 4),
+        ):
             self.items_file(4)
             self.run_demo("--batch-size", "4", "--workers", "1", model="demo:empty=1")
             self.keep(*self.bytes().split(b"\n")[:1 + kept])
@@ -2396,7 +2470,11 @@ class Ledgers(Case):
         self.calls_of("--batch-size", "4", "--max-calls", "3", model="demo:empty=1")
         *lines, last = self.bytes().splitlines()
         text = "text number 0"
-        row = {**json.loads(last), "quarantined": [bh.item_id(text)], "text_sha": [bh.text_digest(text)[:32]]}
+        row = {
+            **json.loads(last),
+            "quarantined": [bh.item_id(text)],
+            "text_sha": [bh.text_digest(text)[:32]],
+        }
         self.keep(*lines, json.dumps(row).encode())
         self.assertEqual(self.calls_of(), [[1], [2], [3]])
         self.assertEqual(self.run_demo()[0], 1)
@@ -2414,9 +2492,12 @@ class Ledgers(Case):
 
     def odd_model(self):
         """One that answers an item alone, and no batch."""
-        self.write("odd.py", "import json, re\ndef ask(prompt):\n"
-                   "    ids = re.findall('<item id=\"(.*?)\"', prompt)\n"
-                   "    return 'no' if len(ids) > 1 else json.dumps([{'id': ids[0], 'answer': 'x'}])\n")
+        self.write(
+            "odd.py",
+            "import json, re\ndef ask(prompt):\n"
+            "    ids = re.findall('<item id=\"(.*?)\"', prompt)\n"
+            "    return 'no' if len(ids) > 1 else json.dumps([{'id': ids[0], 'answer': 'x'}])\n",
+        )
         return "py:odd.py:ask"
 
     def test_no_settled_item_is_asked_again_when_an_open_batch_goes_on(self):
@@ -2479,7 +2560,9 @@ class Ledgers(Case):
         self.write("runs/ledger.jsonl", whole)
         code, out, _ = self.run_demo("--retry-quarantined")
         self.assertIn("3 of 3 items answered, 0 quarantined", out)
-        self.assertEqual([(row["attempt"], row["fallback"]) for row in self.made()[-3:]], [(1, True)] * 3)
+        self.assertEqual(
+            [(row["attempt"], row["fallback"]) for row in self.made()[-3:]], [(1, True)] * 3
+        )
         self.assertEqual(self.run_demo()[0], 0)
 
     def test_a_quarantined_member_of_an_open_batch_is_asked_when_that_is_wanted(self):
@@ -2510,30 +2593,64 @@ class Ledgers(Case):
     def test_replies_with_odd_characters_come_back_from_the_ledger(self):
         odd = "x\u2028y\u2029z\u0085\x7f \U0001f600"
         self.write("items.jsonl", '"a"\n')
-        self.write("m.py", "import json, re\ndef ask(prompt):\n"
-                   "    name = re.findall('<item id=\"(.*?)\"', prompt)[0]\n"
-                   "    return json.dumps([{'id': name, 'answer': %a}], ensure_ascii=False)\n" % odd)
+        self.write(
+            "m.py",
+            "import json, re\ndef ask(prompt):\n"
+            "    name = re.findall('<item id=\"(.*?)\"', prompt)[0]\n"
+            "    return json.dumps([{'id': name, 'answer': %a}], ensure_ascii=False)\n" % odd,
+        )
         self.run_demo(model="py:m.py:ask")
         self.assertIn("nothing to do", self.run_demo(model="py:m.py:ask")[1])
         self.assertEqual(self.exported()[0]["answer"], odd)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # MODELS.  A real HTTP server on loopback; `script` decides what it does with each request.
-# ====================================================================================================================
+# ==================================================================================================
 
 def completion(text, **more):
     """The body of a chat completion."""
-    choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "stop"}
-    return json.dumps(dict({"id": "x", "object": "chat.completion", "model": "served-1", "choices": [choice],
-                            "usage": {"prompt_tokens": 40, "completion_tokens": 9}}, **more)).encode()
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+    }
+    return json.dumps(
+        dict(
+            {
+                "id": "x",
+                "object": "chat.completion",
+                "model": "served-1",
+                "choices": [choice],
+                "usage": {"prompt_tokens": 40, "completion_tokens": 9},
+            },
+            **more,
+        )
+    ).encode()
 
 
 def message(text, **more):
     """The body of a reply of Anthropic's Messages API."""
-    return json.dumps(dict({"id": "msg_1", "type": "message", "role": "assistant", "model": "served-2", "content": [{"type": "text", "text": text}],
-                            "stop_reason": "end_turn", "stop_sequence": None, "usage": {
-                                "input_tokens": 40, "cache_creation_input_tokens": 3, "cache_read_input_tokens": 2, "output_tokens": 9}}, **more)).encode()
+    return json.dumps(
+        dict(
+            {
+                "id": "msg_1",
+                "type": "message",
+                "role": "assistant",
+                "model": "served-2",
+                "content": [{"type": "text", "text": text}],
+                "stop_reason": "end_turn",
+                "stop_sequence": None,
+                "usage": {
+                    "input_tokens": 40,
+                    "cache_creation_input_tokens": 3,
+                    "cache_read_input_tokens": 2,
+                    "output_tokens": 9,
+                },
+            },
+            **more,
+        )
+    ).encode()
 
 
 def error_body(**members):
@@ -3799,9 +3916,9 @@ number 4< | 500 | | 6 | --batch-size 3 | 3 23 5 0
             self.assertEqual(self.rows(LEDGER)[0]["verdict"], verdict, name)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # RUN
-# ====================================================================================================================
+# ==================================================================================================
 
 class Runs(EndpointCase):
     IMPATIENT = ("import sys; sys.path.insert(0, %r); import batch_harness as bh; "
@@ -5199,9 +5316,9 @@ class BatchJobs(EndpointCase):
         self.assertEqual((len(set(seen)), len(seen)), (40, 40))
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # TRIAL AND STATISTICS
-# ====================================================================================================================
+# ==================================================================================================
 
 def pick(data, names):
     return tuple(data[name] for name in names.split())
@@ -5352,8 +5469,12 @@ class Trials(Reporting):
     def test_a_trial_reads_its_sample_from_anywhere(self):
         self.items_file(1500)
         words = "trial --input - --model demo --ledger t.jsonl --sample 200"
-        run = subprocess.run([sys.executable, PROGRAM, *words.split()], input=self.bytes("items.jsonl"),
-                             stdout=subprocess.PIPE, check=True)
+        run = subprocess.run(
+            [sys.executable, PROGRAM, *words.split()],
+            input=self.bytes("items.jsonl"),
+            stdout=subprocess.PIPE,
+            check=True,
+        )
         self.assertIn(b"600 of 600 items answered, 0 quarantined, 0 pending", run.stdout)
 
     def test_run_export_and_other_arms_ignore_a_trials_answers(self):
@@ -6113,9 +6234,9 @@ class Reports(Reporting):
 
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # AUDIT AND APPLY
-# ====================================================================================================================
+# ==================================================================================================
 
 class AuditAndApply(EndpointCase):
     INPUT = ("--input", "items.jsonl")
@@ -6826,18 +6947,41 @@ class AuditAndApply(EndpointCase):
 
 
 class Demonstrations(Case):
-    """The demo model told to misbehave in every way at once: nothing wrong is accepted but what no check of shape sees."""
+    """The demo model told to misbehave in every way at once.
+
+    Nothing wrong is accepted but what no check of shape sees.
+    """
 
     def wrong_answers(self, *leave_out):
-        """How many wrong answers a run with every fault but these accepted, and its ledger's audit."""
+        """How many wrong answers a run with every fault but these accepted, and its audit."""
         texts = ["text number %d" % n for n in range(600)]
         self.write("items.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))
         rates = ",".join("%s=0.05" % name for name in bh.DEMO_FAULTS if name not in leave_out)
-        self.main("--input", "items.jsonl", "--model", "demo:seed=7," + rates, "--labels", "good,bad,neither", "--batch-size", "5", "--ledger", "l.jsonl")
-        labels = {bh.item_id(text): ["good", "bad", "neither"][int(bh.text_digest(text)[:8], 16) % 3] for text in texts}
-        answers = {name: answer for row in self.rows("l.jsonl") for name, answer in row.get("answers", {}).items()}
+        self.main(
+            "--input",
+            "items.jsonl",
+            "--model",
+            "demo:seed=7," + rates,
+            "--labels",
+            "good,bad,neither",
+            "--batch-size",
+            "5",
+            "--ledger",
+            "l.jsonl",
+        )
+        labels = {
+            bh.item_id(text): ["good", "bad", "neither"][int(bh.text_digest(text)[:8], 16) % 3]
+            for text in texts
+        }
+        answers = {
+            name: answer
+            for row in self.rows("l.jsonl")
+            for name, answer in row.get("answers", {}).items()
+        }
         self.assertGreater(len(answers), 200)
-        return sum(answers[name] != labels[name] for name in answers), self.main("audit", "--ledger", "l.jsonl")[0]
+        return sum(answers[name] != labels[name] for name in answers), self.main(
+            "audit", "--ledger", "l.jsonl"
+        )[0]
 
     def test_every_fault_at_once_leaves_no_wrong_answer_that_a_check_of_shape_could_see(self):
         self.assertEqual(self.wrong_answers("swap"), (0, 0))
@@ -6850,15 +6994,21 @@ class Demonstrations(Case):
     def test_a_check_that_is_gone_would_be_found(self):
         real = bh._by_id
 
-        def blind(elements, ids, notes):            # by position, as one should not
-            return dict(zip(ids, elements)) if len(elements) == len(ids) else real(elements, ids, notes)
+        def blind(elements, ids, notes):  # by position, as one should not
+            return (
+                dict(zip(ids, elements))
+                if len(elements) == len(ids)
+                else real(elements, ids, notes)
+            )
+
         with mock.patch.object(bh, "_by_id", blind):
             self.assertGreater(self.wrong_answers("swap")[0], 0)
 
 
-# ====================================================================================================================
+# ==================================================================================================
 # COMMAND LINE
-# ====================================================================================================================
+# ==================================================================================================
+
 
 class CommandLine(Case):
     DEMO = "--input items.jsonl --model demo "
@@ -7330,8 +7480,15 @@ def main():
     print("seed %d (BATCH_HARNESS_SEED repeats it)" % SEED, flush=True)
     result = unittest.main(exit=False, argv=sys.argv).result
     failed = len({str(test).split(" [")[0] for test, _ in result.failures + result.errors})
-    print("%d passed, %d failed%s" % (result.testsRun - failed - len(result.skipped), failed,
-                                      ", %d skipped" % len(result.skipped) if result.skipped else ""), flush=True)
+    print(
+        "%d passed, %d failed%s"
+        % (
+            result.testsRun - failed - len(result.skipped),
+            failed,
+            ", %d skipped" % len(result.skipped) if result.skipped else "",
+        ),
+        flush=True,
+    )
     return 1 if failed or not result.testsRun else 0
 
 
