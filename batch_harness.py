@@ -1116,14 +1116,13 @@ def run_batch(items: Sequence[Item], call_model: Callable[[str], Union[str, None
 
 
 # ==================================================================================================
-# ROWS.  What a ledger holds, one JSON object a line: how a row is made, what makes a line a row,
-# and the one place where an answer is taken out of one.  A damaged line is a value.
+# ROWS.  What a ledger holds, one JSON object a line: how a row is made, what makes a value a row,
+# and the one place where an answer is taken out of one.
 # ==================================================================================================
 
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")   # steer a terminal
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # break a line there or in an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
-ROW_BEGIN = b'{"event": "run", "at": "'                         # how every ledger begins
 # Of apply, for each answered item; where several rows hold its text, the first that applies.
 OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
 ATTEMPT: Dict[str, Any] = {
@@ -1286,89 +1285,6 @@ def _fit(batch: List[str], digests: Any) -> bool:
             and all(type(digest) is str and len(digest) == 32 for digest in digests)
             and DIGITS_ONLY.match("".join(digests)) is not None
             and all(map(str.startswith, digests, batch)))
-
-
-class Log:
-    """A ledger's file, read: iterate over its rows in order; what else it held is known afterwards.
-
-    `number` and `offset` are those of the line read last.  HarnessError: a file that cannot be
-    read, or holds no ledger.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.number = self.offset = self.crc = 0
-        self.damaged: List[int] = []            # the numbers of lines that held no row
-        self.closed: List[int] = []             # of these, the cut ones that a later run knew of
-        self.strange: List[int] = []          # whole JSON and no row: edited, or of another version
-        self.broken: List[int] = []             # rows that do not follow the line before
-        self.torn: Optional[int] = None         # a last line that was cut
-        self.unfinished = False                 # the last line has no newline
-        self._seq = self._last = 0              # of the last row: its place in the chain, its line
-        self._cut: List[int] = []               # lines that were cut, since then
-
-    def __iter__(self) -> Iterator[Dict[str, Any]]:
-        end = 0
-        try:
-            with open(self.path, "rb") as stream:
-                for raw in stream:
-                    self.offset, end = end, end + len(raw)
-                    row = self._row(raw.rstrip(b"\n"), not raw.endswith(b"\n"))
-                    if row is not None:
-                        yield row
-                stream.seek(0)
-                head = stream.read(len(ROW_BEGIN))
-                head = head.rstrip(b"\0") or head       # what a crash left of a block
-        except OSError as error:
-            raise HarnessError(
-                "cannot read the ledger %s: %s; check --ledger" % (self.path, error.strerror))
-        if self._last or head == ROW_BEGIN:
-            return
-        # A first row that was torn is the beginning of a ledger; another file is none.
-        if self.damaged or not ROW_BEGIN.startswith(head):
-            raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % self.path)
-
-    def _row(self, line: bytes, unfinished: bool) -> Optional[Dict[str, Any]]:
-        """Take in one line; the row that it holds, if any."""
-        self.number += 1
-        self.unfinished = unfinished
-        before = "%08x" % self.crc
-        self.crc = binascii.crc32(line)
-        row: Any = None
-        cut = False
-        try:
-            row = LEDGER_JSON.decode(line.decode("utf-8-sig" if self.number == 1 else "utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            cut = isinstance(error, json.JSONDecodeError) or line[-1:] != b"}"
-        except (ValueError, RecursionError):    # whole, with what no row has: a name twice, NaN
-            pass
-        if not is_row(row):
-            self._no_row(cut)
-            return None
-        if row["seq"] != self._seq + self.number - self._last or row.get("prev") != before:
-            self.broken.append(self.number)
-        else:                                   # whoever wrote it knew of the lines before it
-            self.closed += self._cut
-        self._seq, self._last = row["seq"], self.number
-        self._cut = []
-        found: Dict[str, Any] = row
-        return found
-
-    def _no_row(self, cut: bool) -> None:
-        if cut and self.unfinished:
-            self.torn = self.number
-            return
-        self.damaged.append(self.number)
-        if cut:
-            self._cut.append(self.number)
-        else:
-            self.strange.append(self.number)
-
-
-def row_at(ledger: IO[bytes], offset: int) -> Dict[str, Any]:
-    """The row that begins at this byte."""
-    ledger.seek(offset)
-    return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
 
 
 # ##################################################################################################
@@ -1990,10 +1906,11 @@ def ids_digest(ids: Iterable[str]) -> str:
 
 # ==================================================================================================
 # LEDGER AND STATE.  The only memory.  A row is written before its effect is visible; State is a
-# fold over rows, and the same fold serves the append and the reading.
+# fold over rows, and the same fold serves the append and the reading.  A damaged line is a value.
 # ==================================================================================================
 
 FROZEN, ANSWERED, QUARANTINED, TAKEN = 1, 2, 4, 8       # what State remembers of a text
+ROW_BEGIN = b'{"event": "run", "at": "'                 # how every ledger begins
 
 
 def is_demo(model: str) -> bool:
@@ -2116,6 +2033,89 @@ class State:
         """How many items of the input carry any of these flags."""
         tally = collections.Counter(self.status.values())
         return sum(count for flags, count in tally.items() if flags & FROZEN and flags & any_of)
+
+
+class Log:
+    """A ledger's file, read: iterate over its rows in order; what else it held is known afterwards.
+
+    `number` and `offset` are those of the line read last.  HarnessError: a file that cannot be
+    read, or holds no ledger.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.number = self.offset = self.crc = 0
+        self.damaged: List[int] = []            # the numbers of lines that held no row
+        self.closed: List[int] = []             # of these, the cut ones that a later run knew of
+        self.strange: List[int] = []          # whole JSON and no row: edited, or of another version
+        self.broken: List[int] = []             # rows that do not follow the line before
+        self.torn: Optional[int] = None         # a last line that was cut
+        self.unfinished = False                 # the last line has no newline
+        self._seq = self._last = 0              # of the last row: its place in the chain, its line
+        self._cut: List[int] = []               # lines that were cut, since then
+
+    def __iter__(self) -> Iterator[Dict[str, Any]]:
+        end = 0
+        try:
+            with open(self.path, "rb") as stream:
+                for raw in stream:
+                    self.offset, end = end, end + len(raw)
+                    row = self._row(raw.rstrip(b"\n"), not raw.endswith(b"\n"))
+                    if row is not None:
+                        yield row
+                stream.seek(0)
+                head = stream.read(len(ROW_BEGIN))
+                head = head.rstrip(b"\0") or head       # what a crash left of a block
+        except OSError as error:
+            raise HarnessError(
+                "cannot read the ledger %s: %s; check --ledger" % (self.path, error.strerror))
+        if self._last or head == ROW_BEGIN:
+            return
+        # A first row that was torn is the beginning of a ledger; another file is none.
+        if self.damaged or not ROW_BEGIN.startswith(head):
+            raise HarnessError("%s holds no ledger row; name a ledger with --ledger" % self.path)
+
+    def _row(self, line: bytes, unfinished: bool) -> Optional[Dict[str, Any]]:
+        """Take in one line; the row that it holds, if any."""
+        self.number += 1
+        self.unfinished = unfinished
+        before = "%08x" % self.crc
+        self.crc = binascii.crc32(line)
+        row: Any = None
+        cut = False
+        try:
+            row = LEDGER_JSON.decode(line.decode("utf-8-sig" if self.number == 1 else "utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            cut = isinstance(error, json.JSONDecodeError) or line[-1:] != b"}"
+        except (ValueError, RecursionError):    # whole, with what no row has: a name twice, NaN
+            pass
+        if not is_row(row):
+            self._no_row(cut)
+            return None
+        if row["seq"] != self._seq + self.number - self._last or row.get("prev") != before:
+            self.broken.append(self.number)
+        else:                                   # whoever wrote it knew of the lines before it
+            self.closed += self._cut
+        self._seq, self._last = row["seq"], self.number
+        self._cut = []
+        found: Dict[str, Any] = row
+        return found
+
+    def _no_row(self, cut: bool) -> None:
+        if cut and self.unfinished:
+            self.torn = self.number
+            return
+        self.damaged.append(self.number)
+        if cut:
+            self._cut.append(self.number)
+        else:
+            self.strange.append(self.number)
+
+
+def row_at(ledger: IO[bytes], offset: int) -> Dict[str, Any]:
+    """The row that begins at this byte."""
+    ledger.seek(offset)
+    return LEDGER_JSON.decode(ledger.readline().decode("utf-8-sig"))  # type: ignore[no-any-return]
 
 
 def settled_places(paths: Sequence[str], task: Task) -> List[Dict[int, int]]:
