@@ -3,7 +3,7 @@
 """batch_harness: ask a model about many short texts; keep only answers that prove whose they are.
 
 To understand it, read `run_batch` (search for it): thirty lines that ask, judge and ask again.  The
-rest of the file is that, made to survive: crashes, endpoints, jobs that take a day, and doubt.
+rest of the file is the same plan and judge, made to survive crashes, endpoints, long jobs, doubt.
 
 One file, standard library only, Python 3.8 or newer.  Copy it to any machine and:
 
@@ -38,12 +38,13 @@ Invariants, each shown by tests:
 Exit codes: search for EXITS.
 
 Map, in the order of trust: vocabulary, errors, items, task and schema, prompt, validation, plan,
-rows, THE TRUST LINE, settings, files, ledger and state, models, run, batch jobs, statistics,
-report, explain and export, audit and apply, command line.  Whoever reads down to the trust line
-has read everything that decides which answer belongs to which item.
+rows, THE TRUST LINE, settings, input, ledger and state, words and files, models, run, batch jobs,
+statistics, report, explain and export, audit and apply, command line.  Whoever reads down to the
+trust line has read everything that decides which answer belongs to which item.
 
 As a library: item_id, Item, load_task, build_prompt, validate, run_batch.
 """
+# What an old Python cannot compile, it shows.
 from __future__ import annotations  # batch_harness: this needs Python 3.8 or newer
 
 import _thread
@@ -1383,7 +1384,7 @@ class Settings(NamedTuple):
 
 
 # ==================================================================================================
-# FILES.  The input as a stream of rows.  What is wrong with a row is a value, what is wrong with a
+# INPUT.  The input as a stream of rows.  What is wrong with a row is a value, what is wrong with a
 # whole file a HarnessError.  Only Source opens an input.  And what is asked, as it was typed.
 # ==================================================================================================
 
@@ -1636,7 +1637,7 @@ class Source:
             self._template = template_of(options.template)
         self._query = options.query
         if options.table:
-            self._query = 'SELECT * FROM "%s"' % options.table.replace('"', '""')
+            self._query = "SELECT * FROM " + quoted(options.table)
         self._spool: Optional[IO[bytes]] = None
         ending = os.path.splitext(re.sub(r"\.gz\Z", "", self._path))[1].lower()
         self._format = options.input_format or FORMATS.get(ending, "")
@@ -2135,7 +2136,7 @@ def settled_places(paths: Sequence[str], task: Task) -> List[Dict[int, int]]:
                 if left == right == "answered" and _sorted_json(old) != _sorted_json(new):
                     raise HarnessError(
                         "item %s has the answer %s in %s and %s in %s; leave one of them out"
-                        % (("%032x" % key)[:ID_LENGTH], shown(old), other, shown(new), path))
+                        % (short_id(key), shown(old), other, shown(new), path))
                 if left == "answered":
                     del mine[key]
                 else:
@@ -2314,6 +2315,26 @@ def rate(part: int, whole: int) -> str:
     if whole:
         share = "%.1f %%" % (100 * part / whole)
     return "%d of %d (%s)" % (part, whole, share)
+
+
+def some_of(numbers: Sequence[int]) -> str:
+    """The first of some line numbers, for a message."""
+    return ", ".join(map(str, numbers[:MAX_REPORTED]))
+
+
+def short_id(key: int) -> str:
+    """The id of a text, as explain takes it."""
+    return ("%032x" % key)[:ID_LENGTH]
+
+
+def spelled(name: str) -> str:
+    """An option as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def quoted(name: str) -> str:
+    """A name as SQL writes it."""
+    return '"%s"' % name.replace('"', '""')
 
 
 def as_counts(tally: Mapping[str, int]) -> str:
@@ -2596,10 +2617,10 @@ def open_model(options: Settings, task: Task) -> Model:
     foreign = ENDPOINT_ONLY
     if kind == "demo":
         foreign = ENDPOINT_ONLY[:4]
-    given = ["--" + word.replace("_", "-") for word in foreign if getattr(options, word)]
-    if given:
+    meant = [spelled(word) for word in foreign if getattr(options, word)]
+    if meant:
         raise HarnessError("%s means nothing to a model of %s:; leave it out" % (
-            ", ".join(given), kind))
+            ", ".join(meant), kind))
     if kind == "demo":
         call = Demo(task, name)
         return Model(asked, "this process (demo answers, no model)", call, dict(options.param))
@@ -5090,6 +5111,7 @@ class Jobs:
         self._header = header
         self._state = state
         self._round = self._ordinal = self._fruitless = 0
+        self._options = run.options     # of the next round
         self._only: Set[int] = set()    # the texts asked about, where others are not to be
         self._makes = False             # what goes on is to be waited for
         run.ledger = ledger
@@ -5173,10 +5195,9 @@ class Jobs:
 
     def _narrow(self, keys: Set[int]) -> None:
         """Who asks for a part, or for what is in quarantine, gets that once, not each round."""
-        options = self.run.options
-        if options.limit:
+        if self._options.limit:
             self._only = keys
-        self.run.options = options._replace(limit=None, retry_quarantined=False)
+        self._options = self._options._replace(limit=None, retry_quarantined=False)
 
     def pending(self) -> Pending:
         """What is to be asked now."""
@@ -5186,7 +5207,7 @@ class Jobs:
             status[key] = flags & ~TAKEN
             if self._only and key not in self._only:
                 status[key] = flags | TAKEN
-        return Pending(arm.source, arm.state, arm.size, self.run.options)
+        return Pending(arm.source, arm.state, arm.size, self._options)
 
     def left(self) -> int:
         """How many calls are to be made now."""
@@ -5949,11 +5970,6 @@ def share(part: float, whole: int) -> Optional[float]:
     return part / whole
 
 
-def short_id(key: int) -> str:
-    """The id of a text, as explain takes it."""
-    return ("%032x" % key)[:ID_LENGTH]
-
-
 def excess_of(keys: Sequence[int], answers: Sequence[Mapping[int, Answer]]) -> Optional[float]:
     """How much more a batch's answers differ from size 1 than size 1 from itself: -1/2 to 1.
 
@@ -6435,11 +6451,6 @@ def notes(reading: Reading) -> Iterator[str]:
 
 
 BROKEN = "lines that do not follow the one before (edited, removed or repeated): %s (%s)"
-
-
-def some_of(numbers: Sequence[int]) -> str:
-    """The first of some line numbers, for a message."""
-    return ", ".join(map(str, numbers[:MAX_REPORTED]))
 
 
 # ---- words -> text ----
@@ -7228,7 +7239,7 @@ class Auditor:
                         for number, words in wrong.items() if number not in log.closed]
         if log.closed:
             yield "%d lines were cut, and closed off by a later run (%s)" % (
-                len(log.closed), ", ".join(map(str, log.closed[:MAX_REPORTED])))
+                len(log.closed), some_of(log.closed))
         if log.torn is not None:
             yield "the last line (%d) is cut or garbage; the next run closes it off" % log.torn
         if not log.number:
@@ -7415,11 +7426,6 @@ def version_in(cell: Any) -> Optional[int]:
     """The rubric version that a cell spells, in a column of any type; None where it spells none."""
     match = re.match(r"(-?\d{1,19})(\.0)?\Z", str(cell))
     return int(match.group(1)) if match else None
-
-
-def quoted(name: str) -> str:
-    """A name as SQL writes it."""
-    return '"%s"' % name.replace('"', '""')
 
 
 class Decisions(NamedTuple):
@@ -7849,11 +7855,6 @@ max_cost, batch_api, means nothing to batch jobs; bound them with --limit
 """
 
 
-def spelled(name: str) -> str:
-    """An option as it is typed."""
-    return "--" + name.replace("_", "-")
-
-
 def given(options: Settings, name: str) -> bool:
     """Whether an option is other than without it."""
     return bool(getattr(options, name) != Settings._field_defaults[name])
@@ -7891,7 +7892,6 @@ def check_files(options: Settings) -> None:
         check_target(options.file)
     if options.baseline is not None:
         collections.deque(Log(options.baseline), 0)
-
 
 
 def chosen_task(options: Settings) -> Task:
@@ -8091,7 +8091,7 @@ def found_words(ledger: Ledger, state: State, task: Task) -> Iterator[str]:
     damaged = ledger.log.damaged
     if damaged:
         yield "%d damaged lines skipped (%s); what they held is asked again" % (
-            len(damaged), ", ".join(map(str, damaged[:MAX_REPORTED])))
+            len(damaged), some_of(damaged))
     if ledger.log.torn is not None:
         yield "the last line (%d) was cut; its call is made again" % ledger.log.torn
     if state.conflicts:
