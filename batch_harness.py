@@ -1418,6 +1418,9 @@ def read_instruction(options: Settings) -> Optional[str]:
         return typed[1:]
     if typed.startswith("@"):
         path = typed[1:]
+    if path is None and os.path.isfile(typed):
+        raise HarnessError("--instruction %s is the name of a file; write --instruction @%s for "
+                           "what it holds, or say it in more words" % (typed, typed))
     if path is None:
         return options.instruction
     try:
@@ -1462,7 +1465,7 @@ def read_jsonl(lines: Iterable[str]) -> Iterator[Record]:
             value = INPUT_JSON.decode(text)
         except (ValueError, RecursionError) as error:
             value = ValueError("not JSON: %s; write one object or string a line, no commas between "
-                               "them, or add --input-format text" % json_fault(error))
+                               "them, or add --input-format csv or text" % json_fault(error))
         yield number, value
 
 
@@ -1541,6 +1544,10 @@ def read_csv(lines: Iterator[str], delimiter: str = ",") -> Iterator[Record]:
             continue
         if not header:
             header = [name.strip() for name in cells]
+            if SURROGATE.search("".join(header)):
+                yield line, HarnessError("the header is not in UTF-8; type iconv -f GB18030 -t "
+                                         "UTF-8 FILE > utf8.csv, or another encoding's name")
+                return
             if len(set(header)) < len(header):
                 words = "two columns have one name (%s); rename one" % ", ".join(header)
                 yield line, HarnessError(words)
@@ -1580,11 +1587,12 @@ def member(record: Any, name: str) -> Any:
 def no_field(name: str, names: Tuple[str, ...]) -> str:
     """What to say where a record with these names lacks one, and which of them may be meant."""
     import difflib
-    spelled = {other.lower(): other for other in names}
+    lower = {other.lower(): other for other in names}
     likely = [other for other in names if other.endswith("." + name)]
-    likely += [spelled[other] for other in difflib.get_close_matches(name.lower(), spelled, 1)]
+    likely += [lower[other] for other in difflib.get_close_matches(name.lower(), lower, 1)]
     return "no field %s; it has %s: name the text with --text-field %s" % (
-        shown(name), ", ".join(map(shown, names[:MAX_REPORTED])), "".join(map(shown, likely[:1])))
+        shown(name), ", ".join(map(shown, names[:MAX_REPORTED])),
+        shown(likely[0]) if likely else "NAME, one of these")
 
 
 class RowTemplate(string.Template):
@@ -2685,9 +2693,15 @@ def base_url_of(options: Settings, word: str, provider: Provider) -> str:
     named = options.base_url or os.environ.get(provider.base_variable, "").strip()
     url = named or provider.base
     if not url and provider is OTHER:
-        meant = next(word for begin, word in FAMILIES if re.match(begin, options.model))
+        import difflib
+        kind, colon, name = options.model.partition(":")
+        likely = difflib.get_close_matches(kind, PROVIDERS, 1) if colon else []
+        meant = "".join([*likely, ":", name])
+        if not likely:
+            family = next(word for begin, word in FAMILIES if re.match(begin, options.model))
+            meant = "%s:%s" % (family, options.model)
         raise HarnessError("--model %s names no provider and there is no --base-url; did you mean "
-                           "%s:%s? choose %s" % (options.model, meant, options.model, CHOICES))
+                           "%s? choose %s" % (options.model, meant, CHOICES))
     if not url:
         raise HarnessError("%s has a base URL of your own; name it with --base-url "
                            "https://NAME.../openai/v1" % word)
@@ -6946,7 +6960,21 @@ def export_writer(output: str) -> Callable[..., None]:
     if form not in WRITERS:
         raise HarnessError("the ending of %s names no format; write a .csv, .jsonl or .db file "
                            "with --output" % output)
+    if form == "sqlite" and os.path.isfile(output):
+        check_own_database(output)
     return WRITERS[form]
+
+
+def check_own_database(path: str) -> None:
+    """HarnessError where a file to be replaced is a database that no export has made."""
+    import sqlite3
+    tables = ["of no database"]
+    with contextlib.suppress(sqlite3.Error), contextlib.closing(sqlite3.connect(path)) as base:
+        rows = base.execute("SELECT name FROM sqlite_master WHERE type = 'table'")
+        tables = [name for name, in rows if name != "answers"]
+    if tables:
+        raise HarnessError("%s exists and is no export: it has the tables %s; name another file "
+                           "with --output" % (path, ", ".join(tables)))
 
 
 # ==================================================================================================
@@ -7883,11 +7911,12 @@ def check_options(options: Settings) -> None:
 
 def check_files(options: Settings) -> None:
     """HarnessError where a file that is read or written cannot be that."""
-    named = (options.ledger, options.input, options.task, options.file)
-    paths = [os.path.realpath(path) for path in named if path]
-    if len(set(paths)) < len(paths):
-        raise HarnessError(
-            "--ledger, --input, --task or the file of `emit` name one file; name another")
+    places: Dict[str, str] = {}
+    for name in ("ledger", "input", "task", "file"):
+        path = getattr(options, name)
+        other = path and places.setdefault(os.path.realpath(path), name)
+        if path and other != name:
+            raise HarnessError("--%s and --%s are both %s; name another" % (other, name, path))
     if options.command == "emit":
         check_target(options.file)
     if options.baseline is not None:

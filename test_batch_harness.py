@@ -442,7 +442,7 @@ class Items(Case):
                 "a.csv",
                 "id;Wort, frei;x\n" + "1;x;y\n" * 99,
                 "gibt's nicht",
-                'it has "id", "Wort, frei", "x": name the text with --text-field \n'
+                'it has "id", "Wort, frei", "x": name the text with --text-field NAME'
             ),
             ("b.csv", "id;Kommentar\n" + "1;x\n" * 99, "komentar", '--text-field "Kommentar"'),
             (
@@ -6588,6 +6588,16 @@ class AuditAndApply(EndpointCase):
             self.assertEqual(found[n], (n + 1, "answered", "=text %d" % n, (
                 5, "a", None, str(10 ** 30), 1)[n], tone, json.dumps(tags), id2))
 
+    def test_an_export_replaces_no_database_of_others(self):
+        self.run_(2)
+        with contextlib.closing(sqlite3.connect("mine.db")) as base:
+            base.execute("CREATE TABLE reviews (text)")
+        self.write("plain.db", "no database at all")
+        for path, words in (("mine.db", "it has the tables reviews"), ("plain.db", "is no export")):
+            before = self.bytes(path)
+            code, out, err = self.main("export", *self.INPUT, "--ledger", "l.jsonl", "-o", path)
+            self.assertEqual((code, words in err, self.bytes(path)), (2, True, before), err)
+
     def test_an_export_to_a_database_takes_any_name_and_key(self):
         self.write("items.jsonl", '{"id": %s, "text": "a"}\n' % ("9" * 5000))
         for names, code in ((("tone, all", "x"), 0), (("Text", "x"), 0), (("X", "x"), 0)):
@@ -7157,7 +7167,8 @@ class CommandLine(Case):
         RUN --labels only                           plain comma
         RUN --labels a，b                           plain comma
         RUN --labels a、b                           plain comma
-        RUN --ledger items.jsonl                    --ledger, --input
+        RUN --instruction items.jsonl               write --instruction @items.jsonl
+        RUN --ledger items.jsonl                    --ledger and --input are both
         RUN --template $a --text-field b            --template and --text-field
         RUN --table a --query b                     --table and --query
         RUN --task t --instruction i                --task holds the instruction
