@@ -1174,11 +1174,12 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task,
     `context` gives at, run, ms, prompt_sha and, where they apply, arm, params, job and custom_id.
     """
     quarantined = ask.ids if ask.quarantines(verdict.code) else ()
-    digests = sources = text = None
+    digests = text = None
     if quarantined or verdict.code == "ok":
         digests = [item.digest[:32] for item in ask.items]
-    if any(item.source is not None for item in ask.items):
-        sources = [item.source and _source_value(item.source) for item in ask.items]
+    sources = [item.source and _source_value(item.source) for item in ask.items]
+    if sources.count(None) == len(sources):
+        sources = []
     if isinstance(reply.text, str):
         text = reply.text
     return compact({
@@ -3470,7 +3471,7 @@ def as_reply(raw: Any) -> Reply:
 
 
 def _count(value: Any) -> Optional[int]:
-    if type(value) is int and abs(value) < MAX_INTEGER:
+    if type(value) is int and 0 <= value < MAX_INTEGER:
         return value
     return None
 

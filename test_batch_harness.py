@@ -366,6 +366,17 @@ class Items(Case):
             self.write(name, content)
         return self.refused("--input", name, "--model", "demo", *more)
 
+    def test_a_header_in_another_encoding_is_named(self):
+        self.write("a.csv", b"\xc4\xda,text\na,b\n")
+        err = self.refused("a.csv", "--model", "demo")
+        self.assertIn("a.csv:1: the header is not in UTF-8; type iconv", err)
+
+    def test_an_own_key_that_is_null_is_none(self):
+        self.write("a.jsonl", '{"id": null, "text": "a"}\n')
+        self.assertEqual(self.main("a.jsonl", "--model", "demo")[0], 0)
+        self.assertNotIn("sources", self.rows(LEDGER)[0])
+        self.assertEqual(self.main("audit", "--input", "a.jsonl")[0], 0)
+
     def test_bad_input_is_refused_with_its_line_before_any_call(self):
         for name, content, line, words in self.BAD:
             with self.subTest(content=content[:60]):
@@ -3144,7 +3155,8 @@ anthropic | 200 | {"content": [{"type": "text", "text": "x"}], "usage": null} | 
         for members, expected in (
                 ({"model": "other"}, ("other", True)), ({"model": None}, (None, True)),
                 ({"model": 5}, (None, True)), ({"model": ""}, (None, True)),
-                ({"usage": {"prompt_tokens": "40"}}, ("served-1", False))):
+                ({"usage": {"prompt_tokens": "40"}}, ("served-1", False)),
+                ({"usage": {"prompt_tokens": -40}}, ("served-1", False))):
             [row] = self.play(at("", completion("GOOD", **members))).rows
             self.assertEqual((row["model_string"], "tokens_in" in row), expected)
 

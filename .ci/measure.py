@@ -13,7 +13,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # ruler -> (held: what the last landing had, the aim)
 RULERS = {
-    "tokens": (62_700, 48_000),
+    "tokens": (62_800, 48_000),
     "tokens a code line": (10.1, 10.5),
     "characters a code line": (42.3, 44),
     "longest line": (100, 100),
