@@ -23,9 +23,9 @@ RULERS = {
     "most arguments": (6, 6),
     "classes": (58, 40),
     "conditional expressions a 1000 code lines": (8.2, 30),
-    "lines above the trust line": (1291, 1150),
+    "lines above the trust line": (1292, 1150),
     "functions that take the untyped options": (0, 0),
-    "test tokens": (67_200, 52_000),
+    "test tokens": (67_400, 52_000),
     "longest test line": (100, 100),
 }
 
