@@ -117,8 +117,7 @@ def online(command, *more):
 
 
 def by_jobs(form):
-    engine = tests.Engine(None, form)
-    engine.answer = lambda prompt, name: engine.reply(spoilt(prompt))
+    engine = tests.Engine("7</item>.*</item>|</item>.*7</item>: no", form=form)     # as spoilt says
     os.environ["ANTHROPIC_API_KEY"] = tests.KEY
     words = ["--input", "items.jsonl", "--labels", "good,bad", "--model", "openai:m" if form == "chat" else "anthropic:m", "--base-url",
              engine.base, "--batch-api", "--batch-size", "5"]
