@@ -2298,8 +2298,8 @@ def lock_file(descriptor: int, locks: Any) -> None:
 
 
 # ==================================================================================================
-# WORDS AND FILES.  How numbers, times and lines are put to a person, and how a file is written
-# whole.
+# WORDS AND FILES.  How numbers, times, names and lines are put to a person, and how a file is
+# written whole.
 # ==================================================================================================
 
 MAX_UNREAD = 100                        # texts that a terminal has not taken; more are dropped
@@ -2503,10 +2503,11 @@ class Speaker:
 
 # ==================================================================================================
 # MODELS.  Where replies come from: callables that take a prompt and what to add to the request,
-# give a Reply or a text, and raise CallFailed when no reply came.  How one endpoint differs from
-# another is a row of PROVIDERS, never an `if` elsewhere.  A key goes into one header and into
-# nothing else, and is masked in all that comes back.  HTTP is read here, since so a request and its
-# response take 0.3 of http.client's CPU time (.ci/bench.py prints it).
+# give a Reply or a text, and raise CallFailed when no reply came.  How a request to one endpoint
+# differs from that to another is a row of PROVIDERS; shapes of replies and errors are read for all
+# alike.  A key goes into one header and into nothing else; it is masked in every error, and from 16
+# characters on in every reply.  HTTP is read here, since so a request and its response take 0.3 of
+# http.client's CPU time (.ci/bench.py prints it).
 # ==================================================================================================
 
 Object = Mapping[str, Any]              # of JSON
@@ -3270,7 +3271,7 @@ def error_in(document: Any, text: str) -> ApiError:
 
 def classify(status: int, error: ApiError, wait: Optional[float], sent: Iterable[str],
              statuses: Mapping[int, str] = {}) -> CallFailed:
-    """What an HTTP status that is no success means: by status and code, never by the message.
+    """What an HTTP status that is no success means: by status and code, and by PHRASES.
 
     `sent` names the members of the request: an error that blames one, except the messages, would
     meet every call.
@@ -3756,9 +3757,10 @@ DEMO_FAULTS = (*ELEMENT_FAULTS, *TEXT_FAULTS)
 
 
 # ==================================================================================================
-# RUN.  Drives plans with a few threads.  Threads decide nothing: what a reply means is validate's,
-# what follows is plan's, what is done is State's, when a call may begin is Pace's, and what a
-# thread does next is next_step's.  One lock guards ledger, states, tally, pace and queue.
+# RUN.  Drives plans with a few threads.  What a reply means is validate's, what follows is plan's,
+# what is done is State's, when a call may begin is Pace's, and what a thread does next is
+# next_step's; Pool decides whether a call without a reply is made again, left, or ends the run.
+# One lock guards ledger, states, tally, pace and queue.
 # ==================================================================================================
 
 BACKOFF, MAX_BACKOFF = 1.0, 60.0        # seconds before the first repetition, and at most
@@ -5754,9 +5756,9 @@ def at_best(calls: int) -> str:
 
 
 # ==================================================================================================
-# REPORT, EXPLAIN AND EXPORT.  Readers of a ledger.  They change nothing and attribute nothing: an
-# answer is what its row says.  A report is figures first, members with names; text, JSON and page
-# are made of these.
+# REPORT, EXPLAIN AND EXPORT.  Readers of a ledger.  They change nothing; an answer is what its row
+# says, and goes to a row of the input by the digest of the text alone.  A report is figures first,
+# members with names; text, JSON and page are made of these.
 # ==================================================================================================
 
 BASELINE = 100                          # single first calls without which no larger size is safe
