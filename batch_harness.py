@@ -484,7 +484,8 @@ TOKEN = re.compile(
 SPACE = r"\t-\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
 MEANT = {"$": r"\Z", ".": r"[^\n\r\u2028\u2029]", r"\s": "[%s]" % SPACE, r"\S": "[^%s]" % SPACE}
 INSIDE = {r"\s": SPACE}
-MOST_WAYS = 20000               # an IPv6 address, ([0-9a-f]{1,4}:){7}, has 4 ** 7
+MOST_WAYS = 5e8                 # that a pattern may try on a text; an IPv6 address has 4 ** 8
+LONG = 500                      # characters of a text that every pattern can be put to
 # White space, controls and what is drawn as nothing, by code point: Python's own tables change.
 UNSEEN = re.compile(
     "[\0- \x7f-\xa0\xad\u034f\u061c\u115f\u1160\u1680\u17b4\u17b5\u180b-\u180f\u2000-\u200f"
@@ -493,8 +494,11 @@ UNSEEN = re.compile(
 
 
 @functools.lru_cache(maxsize=256)
-def matcher(pattern: str) -> Any:
-    """A JSON Schema pattern, compiled; ValueError where it is ambiguous, or could take for ever."""
+def matcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a text fits a JSON Schema pattern; ValueError: it is ambiguous, or can take for ever.
+
+    A text so long that the pattern could take for ever does not fit it.
+    """
     tokens = list(TOKEN.finditer(pattern))
     if "".join(token.group() for token in tokens) != pattern:
         raise ValueError(pattern)
@@ -506,25 +510,52 @@ def matcher(pattern: str) -> Any:
             meant += MEANT.get(symbol, symbol)
         meant += repeated
     compiled = re.compile(meant, re.ASCII)
-    ways = [1.0]                # that each open group, repeated, divides a text in
-    for symbol, _, endless, fixed, most in (token.groups("") for token in tokens):
-        if symbol[0] == "(":
-            ways.append(1.0)
-            continue
+    ways = most_ways(token.groups("") for token in tokens)
+    if ways > MOST_WAYS:
+        raise ValueError(pattern)
+    # As many times more in a longer text as it is longer, for each factor of LONG in them.
+    power = max(1, round(math.log(ways, LONG)))
+    longest = LONG * (MOST_WAYS / ways) ** (1 / power)
+    return lambda text: len(text) <= longest and compiled.search(text) is not None
+
+
+def most_ways(tokens: Iterable[Sequence[str]]) -> float:
+    """In how many ways a pattern can divide a text of LONG characters, at most.
+
+    An open repeat ends at any of them, and there begins a pattern without ^.  Alternatives add up;
+    the ways inside a group are to the power of its repeats.
+    """
+    first, last = 0.0, 1.0      # ways of the alternatives before, and of this one,
+    outer = []                  # and of the groups around
+    anchored = alone = True
+    for place, (symbol, repeated, endless, fixed, most) in enumerate(tokens):
         inside = 1.0
-        repeats = float(most or fixed or 1)
+        if place == 0:
+            anchored = symbol == "^"
+        if symbol[0] == "(":
+            outer.append((first, last))
+            first, last = 0.0, 1.0
+            continue
+        if symbol == "|":
+            first, last = first + last, 1.0
+            alone = alone and bool(outer)
+            continue
         if symbol == ")":
-            inside = ways.pop()
+            inside = first + last
+            first, last = outer.pop()
+        times = float(most or fixed or 1)
         if endless:
-            repeats = math.inf
-        if repeats > 1:
-            inside **= repeats
-        if repeats > 1 and inside > MOST_WAYS:
-            raise ValueError(pattern)
-        if not fixed:
-            inside *= repeats
-        ways[-1] *= inside
-    return compiled
+            times = math.inf
+        if inside > 1:
+            inside = math.exp(min(700, times * math.log(inside)))
+        if repeated[:1] == "?":
+            inside += 1
+        elif not fixed:
+            inside *= min(times, LONG)
+        last *= inside
+    if not anchored or not alone:
+        last *= LONG
+    return first + last
 
 
 def _is_pattern(value: Any) -> bool:
@@ -565,8 +596,9 @@ RULES: Dict[str, Rule] = {
     "maxLength": (*COUNT, "string", lambda n, v: len(v) <= n),
     "pattern": (
         r"a regular expression that Python and JSON Schema read alike (no \p, no flag), and "
-        "that repeats nothing inside a repeated group: ^a+$, not ^(a+)+$", _is_pattern, "string",
-        lambda pattern, v: matcher(pattern).search(v) is not None),
+        "that cannot take for ever: begin it with ^, repeat nothing without end that holds a choice "
+        "or a repeat, [ab]* and not (a|b)*, and use at most three of * + {1,}", _is_pattern, "string",
+        lambda pattern, v: matcher(pattern)(v)),
     "minimum": (*NUMBER, "number", operator.le),
     "maximum": (*NUMBER, "number", operator.ge),
     "exclusiveMinimum": (*NUMBER, "number", operator.lt),

@@ -842,18 +842,28 @@ null
         endless = r'''
             ^(a+)+$ (a*)* (a+|b)* ^(\w+b?)+$ (?:a{1,}){2,} (\d{1,3},?)+ (a+){20} ((a+)b)*
             (a|(b|c*))+ (?=(a+)+$)a (a{0,9999}){0,9999} (a{2,}?)+? (a{1,5}){1,20} ((a{1,3}){3}){9}
-            (a{1,3}){999999999} (a{1,'''
+            (a{1,3}){999999999} ^(a|a)*$ ^\w*\w*\w*\w*$ ^(a?a?)*$ (\(+\)+)(?:[*+]-){2,}
+            ^(good|bad)*$ (ab?)* ^(?:a?){40}a{40}$ ^%sa{40}$ (a{1,''' % ("a?" * 40)
         for pattern in (endless + "9" * 500 + "})").split():
             field = {"type": "array", "items": {"pattern": pattern}}
             with self.subTest(pattern=pattern[:30]), self.assertRaisesRegex(
-                bh.HarnessError, "repeats nothing inside a repeated group"
+                bh.HarnessError, "cannot take for ever"
             ):
                 bh.load_task({"fields": {"answer": field}})
         ending = r'''
-            ^(\d{1,3}\.){3}\d{1,3}$ ^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$ ^(good|bad)*$ (a+)?b
-            ^(?:[A-Z]{2}-)+$ (a+)(b+) (ab?)* (\(+\)+)(?:[*+]-){2,} ^(?!x).+$ ((a))*'''
+            ^(\d{1,3}\.){3}\d{1,3}$ ^([0-9a-f]{1,4}:){7}[0-9a-f]{1,4}$ (a+)?b
+            ^(?:[A-Z]{2}-)+$ (a+)(b+) ^(?!x).+$ ((a))* \d+(\.\d+)? ^(yes|no)(,(yes|no)){0,9}$
+            ^[^@\s]+@[^@\s]+\.[^@\s]+$ ^((25[0-5]|2[0-4]\d|1?\d?\d)\.){3}\d+$ ^\d{4}-\d\d$'''
         for pattern in ending.split():
             bh.check_schema({"pattern": pattern}, "x")
+
+    def test_a_text_too_long_for_its_pattern_does_not_fit_it(self):
+        for pattern, longest in ("^a*$", 10 ** 6), ("^a*b?a*$", 5000), ("^a*b*a*$", 790):
+            fits = bh.matcher(pattern)
+            self.assertTrue(fits("a" * longest), pattern)
+        for pattern in "^a*b?a*$", "^a*b*a*$":
+            fits = bh.matcher(pattern)
+            self.assertFalse(fits("a" * 40_000), pattern)
 
     def test_what_could_not_be_written_down_is_no_task(self):
         deep = current = []
