@@ -1073,11 +1073,12 @@ class Prompts(Case):
         one, two = (bh.build_prompt(made(3, prefix), LABELS) for prefix in ("a", "b"))
         self.assertTrue(one.startswith("Good or bad?"))
         self.assertEqual(one.split("<item")[0], two.split("<item")[0])
-        self.assertEqual(one.split("There")[0], bh.build_prompt(made(1), LABELS).split("There")[0])
+        self.assertEqual(
+            one.split("3 items")[0], bh.build_prompt(made(1), LABELS).split("1 item")[0])
 
     def test_the_true_number_of_items_is_stated(self):
-        self.assertIn("There is 1 item:", bh.build_prompt(made(1)))
-        self.assertIn("There are 3 items:", bh.build_prompt(made(3)))
+        self.assertIn("\n1 item:\n", bh.build_prompt(made(1)))
+        self.assertIn("\n3 items:\n", bh.build_prompt(made(3)))
 
     def test_fields_labels_and_rubric_are_told(self):
         task = bh.load_task(
@@ -1089,7 +1090,7 @@ class Prompts(Case):
         prompt = bh.build_prompt(made(1), task)
         for words in (
             '"mood": exactly one of "up", "\u4e0b"',
-            '"rubric_version": the number 12',
+            '"rubric_version": 12,',
             '"score"',
             '{"type": "number"}'
         ):
@@ -1103,12 +1104,14 @@ class Prompts(Case):
 
     def test_a_task_without_examples_and_descriptions_keeps_prompt_and_fingerprint(self):
         for task, known in (
-            (bh.load_task(self.RICH), "e348661e99c4 9791908159ec64a3c05991345c5b0193"),
-            (bh.load_task(self.RICH, "keyed"), "456b44fb34bd 1f22e6af9f379de002ac3713b0a2e90f"),
-            (bh.DEFAULT, "f563b678018c b0af941e9e73992f26b1d6e60f08b3be")
+            (bh.load_task(self.RICH), "e348661e99c4 f7f0f2fb9025 aa4204e4138935fe456ec640a3eaa0e2"),
+            (bh.load_task(self.RICH, "keyed"),
+             "456b44fb34bd 845ceefdc3b1 164a529b53d89accede85deeb71fb322"),
+            (bh.DEFAULT, "f563b678018c b493bf8aa2c1 46eb69f3ff7db5849d4dca2199aec458")
         ):
             digest = bh.prompt_digest(bh.build_prompt(self.PAIR, task))
-            self.assertEqual(" ".join([task.fingerprint, digest]), known)
+            before = bh.fingerprint_of(task, 1)
+            self.assertEqual([before, task.fingerprint, digest], known.split())
 
     def test_title_and_description_stand_beside_the_rule_and_are_none(self):
         told = {"title": "Mood", "description": "how the author feels"}
@@ -2065,7 +2068,7 @@ class Ledgers(Case):
         self.assertEqual((run["rows"], run["items"], run["model"]), (2, 2, "demo"))
         self.assertEqual(run["digest"], digest.hexdigest()[:32])
 
-    def test_a_ledger_of_the_version_before_goes_on(self):
+    def test_a_ledger_of_another_frame_is_read_and_what_changed_is_said(self):
         self.items_file(8)
         old = zlib.decompress(base64.b85decode(self.OLD))
         self.write("old.jsonl", old)
@@ -2080,19 +2083,33 @@ class Ledgers(Case):
             "old.jsonl",
         )
         audit = ("audit", "--ledger", "old.jsonl", "--input", "items.jsonl")
-        self.assertIn("2 answered, 3 quarantined, 3 pending", self.run_demo(*words, "--dry-run")[1])
         self.assertIn("accepted 2 + quarantined 3 + unfinished 3", self.main(*audit)[1])
         [arm] = json.loads(self.main("report", "--ledger", "old.jsonl", "--json")[1])["arms"]
         self.assertEqual((arm["calls"], arm["quarantined"]), (9, 3))
-        out = self.run_demo(*words)[1]
-        self.assertIn("5 of 8 items answered, 3 quarantined, 0 pending", out)
-        self.assertIn("this run: 3 calls", out)
-        self.assertTrue(self.bytes("old.jsonl").startswith(old))
         code, out = self.main(*audit)[:2]
         self.assertEqual(code, 0, out)
-        self.assertIn(
-            "5 answers derived from their replies again, 12 prompts rebuilt; 0 things", out
-        )
+        self.assertIn("2 answers derived from their replies again, 0 prompts rebuilt; 0 thi", out)
+        self.assertIn("not checked: prompts in the frame of an earlier version 9", out)
+        [run], rows = self.rows("old.jsonl", "run"), self.rows("old.jsonl")
+        export = ("export", "--ledger", "old.jsonl", "--input", "items.jsonl")
+        held = [json.loads(line)["answer"] for line in self.main(*export)[1].splitlines()]
+        self.assertEqual(len([answer for answer in held if answer]), 2)
+        ask = ("--ledger", "old.jsonl", "--input", "items.jsonl")
+        out = self.main("explain", rows[0]["batch"][0], *ask)[1]
+        self.assertIn("cannot be rebuilt: it had the frame of an earlier version", out)
+        self.assertNotIn("NOT as it was sent", out)
+        # The frame is another, so all is asked again; the words do not blame the instruction.
+        code, out, err = self.run_demo(*words)
+        self.assertIn("8 of 8 items answered, 0 quarantined, 0 pending", out)
+        self.assertIn("2 answers were asked for in the frame that an earlier version put", err)
+        self.assertIn("--fingerprint " + run["fingerprint"], err)
+        self.assertNotIn("another wording of the task", err)
+        self.assertTrue(self.bytes("old.jsonl").startswith(old))
+        again = self.main(*export, "--fingerprint", run["fingerprint"])[1]
+        self.assertEqual([json.loads(line)["answer"] for line in again.splitlines()], held)
+        code, out = self.main(*audit)[:2]
+        self.assertEqual(code, 0, out)
+        self.assertIn("10 answers derived from their replies again, 2 prompts rebuilt; 0 th", out)
 
     def test_only_a_row_whose_members_agree_is_one(self):
         self.items_file(4)
@@ -5954,7 +5971,7 @@ class Reports(Reporting):
                 whole = self.explained("3", "--input", "items.jsonl")
             self.assertLess(max(map(len, out.splitlines())), width)
             self.assertEqual(said(out), said(plain))
-            self.assertIn("Reply with one JSON array with one object for every item:\n", whole)
+            self.assertIn("Reply with nothing but JSON, no code fence or remark,", whole)
 
     def test_the_page_shows_right_answers_and_which_label_came_for_which(self):
         self.labelled(60, "label = 'bad' if place else label")
