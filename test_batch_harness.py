@@ -1640,6 +1640,207 @@ true
         self.assertEqual(seen, set(bh.VERDICTS))
 
 
+SPEECH = bh.load_task({}, "lines")
+SAID = "%s: good\n%s: bad" % (A.id, B.id)
+
+
+class Lines(Case):
+    """Replies of one line an item, `ID: answer`: the same judge, the same words."""
+
+    TASK = bh.load_task(LABELS.document(), "lines")
+    REFUSED = {         # verdict -> replies, or (reply, words of the detail)
+        "empty_reply": [None, " \n\ufeff"],
+        "not_json": [
+            (GOOD, "line 1 is no `ID: answer`"),
+            ("Here they are:\n[]\n" + SAID, "line 2"),
+            (SAID + "\nI hope this helps", "line 3"),
+            (SAID.replace(": good", ":good"), "line 1"),
+            (SAID.replace(": bad", " bad"), "line 2"),
+            (SAID.replace(": good", "\uff1a good"), "line 1"),
+            (SAID.replace(": good", ":\u200bgood"), "line 1"),
+            "```\n" + SAID,
+            "```\n```\n" + SAID + "\n```\n```",
+            ("<think>hm\n" + SAID, "does not end"),
+            ("so</think>" + SAID + "</think>", "reasoning tag"),
+            (SAID + "\n</think>\n" + SAID, "an answer before the end"),
+            ("I say %s : bad\n</think>\n%s" % (A.id.upper(), SAID), "an answer before the end"),
+            (SAID + "<think>or</think>" + SAID, "text before the reasoning"),
+            (SAID.replace("bad", "\ud800"), "surrogate")],
+        "duplicate_ids": [
+            (SAID + "\n" + SAID, A.id),
+            (SAID.replace(B.id, A.id.upper()), A.id),
+            "Answers: 2\n%s\nanswers : 3" % SAID],
+        "set_mismatch": [
+            (SAID.split("\n")[0], "expected 2, got 1"),
+            ("Here they are: \n" + SAID, "expected 2, got 3"),
+            (SAID + "\nc4412f0d8e6a: good", "expected 2, got 3"),
+            SAID.replace(A.id, "1").replace(B.id, "2"),
+            "- " + SAID,
+            "1. " + SAID,
+            "**%s**: good" % A.id + SAID[18:],
+            *[SAID.replace(A.id, other) for other in (
+                A.id[:-1], A.id + "0", "id " + A.id, '"%s"' % A.id, "\uff10" + A.id[1:], "")]],
+        "empty_answer": [
+            (SAID.replace("bad", ""), '"answer" is blank'),
+            (SAID.replace(": bad", ":"), '"answer" is blank')],
+        "bad_value": [(SAID.replace("bad", wrong), '"answer" breaks enum') for wrong in (
+            "Bad", '"bad"', "bad.", "bad!", "ba", "bad, good", "bad: x", "`bad`", "bad\u200b",
+            "bad | good", "null")]}
+    NORMAL = [          # reply, notes
+        (SAID, ""),
+        (SAID + "\n", "white_space"),
+        (SAID.replace("\n", "\r\n"), "white_space"),
+        (SAID.replace("\n", "  \n \n\t"), "white_space"),
+        ("\ufeff" + SAID, "bom"),
+        ("```text\n%s\n```" % SAID, "fence"),
+        (SAID.replace(A.id, A.id.upper()).replace(B.id, B.id + " "), "id_spelling"),
+        ("<think>%s</think>\n%s" % (OTHER, SAID), "reasoning"),
+        ("one: is good.</think>\n" + SAID, "reasoning"),
+        (ANALYSIS + FINAL + SAID, "reasoning"),
+        ("<think>a</think>\n```\n%s\n```\n" % SAID, "white_space reasoning fence")]
+
+    def test_anything_but_a_line_an_item_is_refused_whole(self):
+        for code, replies in self.REFUSED.items():
+            for reply in replies:
+                raw, words = reply if isinstance(reply, tuple) else (reply, "")
+                verdict = bh.validate([A, B], raw, self.TASK)
+                with self.subTest(raw=raw):
+                    self.assertEqual((verdict.code, verdict.answers), (code, {}), verdict)
+                    self.assertIn(words, verdict.detail)
+
+    def test_only_what_loses_nothing_is_taken_off(self):
+        for raw, notes in self.NORMAL:
+            verdict = bh.validate([A, B], raw, self.TASK)
+            with self.subTest(raw=raw):
+                self.assertEqual((verdict.code, verdict.answers), ("ok", ANSWERS), verdict)
+                self.assertEqual(" ".join(verdict.normalised), notes)
+        turned = "\n".join(SAID.split("\n")[::-1])
+        verdict = bh.validate([A, B], turned, self.TASK)
+        self.assertEqual((verdict.answers, verdict.reordered), (ANSWERS, True))
+        strict = bh.validate([A, B], turned, self.TASK, strict_order=True)
+        self.assertEqual(strict.code, "order_mismatch")
+
+    def test_a_line_may_have_been_cut_where_the_endpoint_cut_the_reply(self):
+        for finish in sorted(bh.CUT_FINISHES):
+            for raw in (SAID, SAID[:-2], ""):
+                verdict = bh.validate([A, B], bh.Reply(raw, finish), self.TASK)
+                self.assertEqual((verdict.code, verdict.answers), ("truncated", {}), raw)
+        self.assertEqual(bh.validate([A, B], bh.Reply(SAID, "stop"), self.TASK).code, "ok")
+
+    def test_a_text_is_a_line_with_whatever_it_holds(self):
+        for text in ('a: b, "c" {d} [e]', "1", "x\u2028y", "  spaced  ", "\u4e2d\u6587\uff1a"):
+            verdict = bh.validate([A], "%s: %s" % (A.id, text), SPEECH)
+            self.assertEqual(verdict.answers, {A.id: text.strip()})
+        two = bh.validate([A], "%s: one line\nand another" % A.id, SPEECH)
+        self.assertEqual(two.code, "not_json")
+        task = bh.load_task({"fields": {"mood": {"type": "string", "maxLength": 3}}}, "lines")
+        self.assertEqual(bh.validate([A], A.id + ": up", task).answers, {A.id: {"mood": "up"}})
+        self.assertEqual(bh.validate([A], A.id + ": down", task).code, "bad_value")
+
+    def test_a_task_that_is_more_than_a_line_of_text_is_refused_at_load(self):
+        for wrong in json_lines(r'''
+{"answer": {"enum": ["a", 1]}}
+{"answer": {"enum": ["a", "b\nc"]}}
+{"answer": {"enum": ["a", "b\u2028c"]}}
+{"answer": {"enum": ["a", " b"]}}
+{"answer": {"enum": ["a", "b\ufeff"]}}
+{"answer": {"const": true}}
+{"answer": {"enum": [""], "minLength": 0}}
+{"answer": {}}
+{"answer": true}
+{"answer": {"type": ["string", "null"]}}
+{"answer": {"type": "number"}}
+{"a": {"type": "string"}, "b": {"type": "string"}}'''):
+            bh.load_task({"fields": wrong})
+            with self.subTest(wrong=wrong), self.assertRaisesRegex(bh.HarnessError, "--reply list"):
+                bh.load_task({"fields": wrong}, "lines")
+        with self.assertRaisesRegex(bh.HarnessError, "--reply list"):
+            bh.load_task(dict(LABELS.document(), rubric_version=1), "lines")
+        with self.assertRaisesRegex(bh.HarnessError, "list, keyed, lines"):
+            bh.load_task({}, "line")
+
+    def test_the_prompt_shows_lines_and_the_examples_as_lines(self):
+        document = dict(LABELS.document(), examples=[{"text": "So.", "answer": "good"}])
+        prompt = bh.build_prompt([A, B], bh.load_task(document, "lines"))
+        self.assertIn("one line per item", prompt)
+        self.assertIn("exactly one of good | bad\n", prompt)
+        self.assertIn("the right reply is\nexample-1: good\n", prompt)
+        self.assertIn("a line of text that fits the schema", bh.build_prompt([A], bh.load_task(
+            {"fields": {"answer": {"type": "string", "maxLength": 9}}}, "lines")))
+        self.assertIn("- answer: a line of text\n", bh.build_prompt([A], SPEECH))
+        self.assertNotIn("JSON", bh.build_prompt([A], SPEECH))
+
+    ASK = ("--input", "items.jsonl", "--model", "demo:drop=0.2,value=0.1,fence=0.2,cut=0.1",
+           "--batch-size", "3", "--reply", "lines", "--attempts", "4")
+
+    def test_a_run_in_lines_is_reported_exported_and_audited(self):
+        self.items_file(40)
+        self.main(*self.ASK, "--labels", "good,bad")
+        rows = self.rows(LEDGER)
+        self.assertEqual({row["form"] for row in rows}, {"lines"})
+        self.assertTrue({"set_mismatch", "bad_value", "truncated"} < {r["verdict"] for r in rows})
+        held = {name: answer for row in rows for name, answer in row.get("answers", {}).items()}
+        self.assertGreater(len(held), 35)
+        lines = self.main("export", "--input", "items.jsonl")[1].splitlines()
+        self.assertEqual(
+            [json.loads(line)["answer"] for line in lines], [held.get(i.id) for i in made(40)])
+        self.assertIn("demo-1, lines, size 3", self.main("report")[1])
+        code, out, err = self.main("audit", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out)
+        self.assertIn("%d answers derived from their replies again, %d prompts" % (
+            len(held), len(rows)), out)
+        self.assertIn("its hash agrees", self.main("explain", "7", "--input", "items.jsonl")[1])
+        # lines and list are two tasks: neither answers for the other
+        out = self.main("--input", "items.jsonl", "--model", "demo", "--labels", "good,bad")[1]
+        self.assertIn("this run: 40 calls", out)
+        arms = json.loads(self.main("report", "--json")[1])["arms"]
+        self.assertEqual([arm["form"] for arm in arms], ["lines", "list"])
+
+    def test_a_trial_in_lines_has_its_baseline_in_lines(self):
+        self.items_file(120)
+        self.main("trial", "--input", "items.jsonl", "--labels", "a,b", "--model", "demo",
+                  "--sizes", "1,1,2", "--reply", "lines")
+        arms = json.loads(self.main("report", "--json")[1])["arms"]
+        self.assertEqual([arm["form"] for arm in arms], ["lines"] * 3)
+        self.assertEqual((arms[2]["same"], arms[2]["compared"]), (120, 120))
+
+    def test_structured_is_no_list_of_lines(self):
+        self.items_file(1)
+        for reply in ("lines", "list"):
+            err = self.refused("--input", "items.jsonl", "--model", "demo", "--reply", reply,
+                               "--structured")
+            self.assertIn("--reply means nothing under --structured", err)
+        err = self.refused("--input", "items.jsonl", "--model", "demo", "--labels", '"a\nb",c',
+                           "--reply", "lines")
+        self.assertIn("no line of text", err)
+
+    def test_requests_in_a_file_are_answered_in_lines(self):
+        self.items_file(5)
+        words = ("--input", "items.jsonl", "--labels", "good,bad", "--batch-size", "2",
+                 "--reply", "lines", "--model", "m")
+        self.assertEqual(self.main("emit", "requests.jsonl", *words)[0], 0)
+        with open("requests.jsonl", encoding="utf-8") as file:
+            requests = [json.loads(line) for line in file]
+        results = []
+        for number, request in enumerate(requests):
+            ids = [name for name, _ in asked_in(request["body"]["messages"][0]["content"])]
+            text = "\n".join(name + ": good" for name in ids)
+            if not number:
+                text = json.dumps([{"id": name, "answer": "good"} for name in ids])
+            body = {"model": "m-1", "choices": [
+                {"finish_reason": "stop", "message": {"role": "assistant", "content": text}}]}
+            results.append(json.dumps({
+                "custom_id": request["custom_id"], "error": None,
+                "response": {"status_code": 200, "body": body}}))
+        self.write("results.jsonl", "\n".join(results) + "\n")
+        self.main("collect", "results.jsonl")
+        verdicts = [row["verdict"] for row in self.rows(LEDGER)]
+        self.assertEqual(sorted(verdicts), ["not_json", "ok", "ok"])
+        self.assertEqual({row["form"] for row in self.rows(LEDGER)}, {"lines"})
+        code, out, _ = self.main("audit", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out)
+
+
 class Mutations(Case):
     """Good replies spoilt in every way there is: an accepted answer is always the item's own."""
 
@@ -1843,6 +2044,85 @@ class Mutations(Case):
         self.assertLess(accepted, self.COUNT // 2)
         # Cut and paste may put a whole value under another's id: no check of shape can see that.
         self.assertLess(exchanged, accepted // 100)
+
+    # What lines are spoilt with beside cut and paste; the judge below knows none of it.
+    WRAPS = ("```\n%s\n```", "```text\n%s", "%s\n```", "<think>%s</think>", "<think>x: y</think>%s",
+             "Sure: here\n%s", "%s\nBye.", "\ufeff%s ", "hm</think>%s", "- %s", "[%s]", "%s\n\n%s")
+    SWAPS = ((": ", ":"), (": ", " "), (": ", "\uff1a"), ("\n", "\r\n"), ("\n", "\n\n"),
+             ("\n", " "), ("\n", ", "), ("\n", "\u2028"), ("value", "Value"), ("value", '"value'),
+             ("0", "o"), ("1", "\uff11"), ("a", "A"), ("\n", "\n- "), (": ", " : "))
+
+    def spoil_lines(self, lines, other, dice):
+        """One edit of a reply of lines; only a paste puts an answer under another id."""
+        edit, place = dice.randrange(9), dice.randrange(len(lines))
+        name, _, answer = lines[place].partition(": ")
+        if edit == 0:
+            return lines[:place] + lines[place + 1:]
+        if edit == 1:
+            return lines[:place] + lines
+        if edit == 2:
+            return dice.sample(lines, len(lines))
+        if edit == 3:
+            name = dice.choice([name.upper(), name[:-1], name + "0", "", '"%s"' % name, name[::-1]])
+        elif edit == 4:
+            answer = dice.choice(["", answer + ".", answer[:-1], '"%s"' % answer, answer + "  "])
+        elif edit == 5:
+            name = dice.choice(lines).partition(": ")[0]
+        elif edit == 6:
+            name = "%012x" % dice.getrandbits(48)
+        elif edit == 7:
+            return lines + [dice.choice(other)]
+        else:
+            return "".join(self.spoil_text("\n".join(lines), "\n".join(other), dice)).split("\n")
+        return lines[:place] + ["%s: %s" % (name, answer)] + lines[place + 1:]
+
+    def judged(self, text, own, labels):
+        """What lines say of the ids, or None: by splits alone, without a pattern."""
+        text = text.strip("\ufeff \t\r\n")
+        if "</think>" in text:
+            text = text[text.rindex("</think>") + 8:].strip()
+        if text[:3] == "```" and text[-3:] == "```":
+            text = text[text.index("\n"):-3]
+        said = {}
+        for line in filter(str.strip, text.split("\n")):
+            name, colon, answer = line.partition(":")
+            name = name.strip().lower()
+            if not colon or name in said or name not in own or answer[:1].strip():
+                return None
+            said[name] = answer.strip()
+            if not said[name] or (labels and said[name] not in labels):
+                return None
+        return said if said.keys() == own.keys() else None
+
+    def test_no_wrong_attribution_is_ever_accepted_in_lines(self):
+        dice = random.Random(SEED)
+        accepted, count = 0, self.COUNT // 4
+        for number in range(count):
+            items, others = made(dice.randrange(1, 6), "item"), made(dice.randrange(1, 6), "other")
+            own, foreign = self.truth(items), self.truth(others)
+            lines = ["%s: %s" % pair for pair in own.items()]
+            other = ["%s: %s" % pair for pair in foreign.items()]
+            labels = sorted(own.values()) if number % 2 else None
+            task = SPEECH
+            if labels:
+                task = bh.load_task({"fields": {"answer": {"enum": labels}}}, "lines")
+            for _ in range(dice.randrange(3)):
+                lines = self.spoil_lines(lines, other, dice) or [""]
+            text = "\n".join(lines)
+            if not dice.randrange(4):
+                text = text.replace(*dice.choice(self.SWAPS))
+            if not dice.randrange(4):
+                text = dice.choice(self.WRAPS).replace("%s", text)
+            verdict = bh.validate(items, text, task)
+            where = "seed %d, reply %d: %r" % (SEED, number, text)
+            self.assertIn(verdict.code, bh.VERDICTS, where)
+            if verdict.code != "ok":
+                self.assertEqual(verdict.answers, {}, where)
+                continue
+            accepted += 1
+            self.assertEqual(verdict.answers, self.judged(text, own, labels), where)
+        self.assertGreater(accepted, count // 20)
+        self.assertLess(accepted, count * 3 // 4)
 
 
 # ==================================================================================================
