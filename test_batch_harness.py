@@ -1635,7 +1635,8 @@ true
             "truncated",
             "rejected",
             "order_mismatch",
-            "stale_rubric"
+            "stale_rubric",
+            "echo_mismatch"
         }
         self.assertEqual(seen, set(bh.VERDICTS))
 
@@ -1837,6 +1838,151 @@ class Lines(Case):
         verdicts = [row["verdict"] for row in self.rows(LEDGER)]
         self.assertEqual(sorted(verdicts), ["not_json", "ok", "ok"])
         self.assertEqual({row["form"] for row in self.rows(LEDGER)}, {"lines"})
+        code, out, _ = self.main("audit", "--input", "items.jsonl")
+        self.assertEqual(code, 0, out)
+
+
+class Echoes(Case):
+    """`echo`: each element repeats the first words of its text, so that crossed contents show."""
+
+    TASK = bh.load_task(dict(LABELS.document(), echo=3))
+    TEXT = bh.Item("The  Delivery was late;\nextraordinarily-long.")
+
+    def said(self, *echoes, items=(A, B), task=TASK):
+        elements = [{"id": item.id, "echo": echo, "answer": "good"}
+                    for item, echo in zip(items, echoes)]
+        return bh.validate(items, json.dumps(elements), task)
+
+    def test_contents_exchanged_under_right_ids_are_seen(self):
+        crossed = [{"id": B.id, "echo": "Arrived on time,", "answer": "good"},
+                   {"id": A.id, "echo": "Broke after two", "answer": "bad"}]
+        verdict = bh.validate([A, B], json.dumps(crossed), self.TASK)
+        self.assertEqual((verdict.code, verdict.answers), ("echo_mismatch", {}))
+        self.assertEqual(
+            verdict.detail, A.id + ': echo "Broke after two", not "Arrived on time,"')
+        for element in crossed:
+            element.pop("echo")
+        accepted = bh.validate([A, B], json.dumps(crossed), LABELS)
+        self.assertEqual(accepted.answers, {A.id: "bad", B.id: "good"})
+
+    def test_white_space_and_case_are_no_difference_and_all_else_is(self):
+        due = "Broke after two"
+        self.assertEqual(self.said("Arrived on time,", due).answers, dict.fromkeys(ANSWERS, "good"))
+        for echo, code in (
+            (" arrived\u00a0ON\n time, ", "ok"),
+            ("Arrived on time", "echo_mismatch"),
+            ("Arrived on", "echo_mismatch"),
+            ("Arrived on time, works", "echo_mismatch"),
+            ("", "echo_mismatch"),
+            (due, "echo_mismatch"),
+            (None, "echo_mismatch"),
+            (3, "echo_mismatch"),
+            (["Arrived on time,"], "echo_mismatch")
+        ):
+            self.assertEqual(self.said(echo, due).code, code, echo)
+        self.assertEqual(bh.validate([A, B], GOOD, self.TASK).code, "missing_field")
+        extra = reply_to([A], echo="Arrived on time,")
+        self.assertEqual(bh.validate([A], extra, LABELS).code, "unknown_field")
+
+    def test_a_word_ends_at_white_space_or_at_twelve_characters(self):
+        for text, words, due in (
+            (self.TEXT.text, 3, "The Delivery was"),
+            (self.TEXT.text, 9, "The Delivery was late; extraordinar"),
+            ("\u7269\u6d41\u5f88\u5feb" * 5, 3, "\u7269\u6d41\u5f88\u5feb" * 3),
+            ("a\u3000b c", 2, "a b"),
+            ("one", 3, "one")
+        ):
+            self.assertEqual(bh.echo_of(text, words), due)
+            self.assertEqual(bh.echo_of(due, words), due)       # what a row keeps is judged alike
+            task = bh.load_task(dict(LABELS.document(), echo=words))
+            for echo in (due, " ".join(text.split()[:words])):
+                self.assertEqual(self.said(echo, items=[bh.Item(text)], task=task).code, "ok", echo)
+        tagged = bh.Item("x</item> says")
+        for echo in ("x</item> says", "x<\\/item> says"):    # as it is; as it is guarded
+            self.assertEqual(self.said(echo, items=[tagged]).code, "ok")
+
+    def test_prompt_fingerprint_and_examples_have_it(self):
+        example = {"text": "So so it is", "answer": "bad"}
+        document = dict(LABELS.document(), echo=3, examples=[example])
+        prompt = bh.build_prompt([A], bh.load_task(document))
+        self.assertIn('"echo": the first 3 words of its text', prompt)
+        self.assertIn('[{"id": "example-1", "echo": "So so it", "answer": "bad"}]', prompt)
+        prints = {bh.load_task(dict(LABELS.document(), **more)).fingerprint
+                  for more in ({}, {"echo": 3}, {"echo": 4})}
+        self.assertEqual(len(prints), 3)
+        self.assertEqual(bh.load_task(self.TASK.document()), self.TASK)
+        keyed = bh.load_task(self.TASK.document(), "keyed")
+        element = bh.reply_schema(keyed, [A.id])["properties"][A.id]
+        self.assertEqual(element["required"], ["echo", "answer"])
+
+    def test_an_echo_that_cannot_be_is_refused(self):
+        for more, form in (({"echo": 0}, "list"), ({"echo": 51}, "list"), ({"echo": "3"}, "list"),
+                           ({"echo": 3}, "lines"), ({"echo": 3, "fields": {"echo": {}}}, "list")):
+            with self.subTest(more=more), self.assertRaises(bh.HarnessError):
+                bh.load_task(dict(LABELS.document(), **more), form)
+        self.items_file(1)
+        err = self.refused("--input", "items.jsonl", "--model", "demo", "--echo", "3",
+                           "--reply", "lines")
+        self.assertIn("take --reply list", err)
+
+    ASK = ("--input", "items.jsonl", "--model", "demo:swap=0.5", "--labels", "good,bad",
+           "--batch-size", "2", "--echo", "2", "--attempts", "1")
+
+    def test_crossed_answers_are_asked_again_and_audit_sees_an_edited_echo(self):
+        rows = [{"id": n, "text": "%s text %d" % (bh.item_id(str(n))[:5], n)}
+                for n in range(1, 41)]
+        self.write("items.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+        for form in ((), ("--structured",)):
+            self.assertEqual(self.main(*self.ASK, *form)[0], 0)
+        kinds = collections.Counter(row["verdict"] for row in self.rows(LEDGER))
+        self.assertGreater(kinds["echo_mismatch"], 5)
+        for row in self.rows(LEDGER):
+            self.assertEqual(row["echoes"][0], bh.echo_of(rows[row["sources"][0] - 1]["text"], 2))
+        truth = {}
+        self.main(*self.ASK[:3], "demo", *self.ASK[4:], "--ledger", "plain.jsonl")
+        for row in self.rows("plain.jsonl"):
+            truth.update(row["answers"])
+        for row in self.rows(LEDGER):
+            for name, answer in row.get("answers", {}).items():
+                self.assertEqual(answer, truth[name])
+        for more in ((), ("--input", "items.jsonl")):
+            code, out, _ = self.main("audit", *more)
+            self.assertEqual(code, 0, out)
+            self.assertIn("80 answers derived from their replies again", out)
+        self.assertIn("first 2 words of each text repeated", self.main("report")[1])
+        self.assertIn("echo_mismatch", self.main("report")[1])
+        whole = self.bytes()
+        [row] = [row for row in self.rows(LEDGER) if row["verdict"] == "ok"][:1]
+        mark = json.dumps(row["echoes"])
+        self.write(LEDGER, whole.replace(mark.encode(), mark.replace("text", "test").encode(), 1))
+        code, out, _ = self.main("audit")
+        self.assertEqual(code, 1)
+        self.assertIn("its verdict is ok, and its reply is echo_mismatch today", out)
+        self.write(LEDGER, whole.replace(b'"echoes": ["', b'"echoes": ["x", "', 1))
+        self.assertIn("whole JSON and no row", self.main("audit")[1])
+
+    def test_a_task_file_takes_an_echo_and_results_in_a_file_are_judged_by_it(self):
+        self.items_file(4)
+        self.write("task.json", json.dumps(LABELS.document()))
+        self.main("emit", "requests.jsonl", "--input", "items.jsonl", "--task", "task.json",
+                  "--batch-size", "2", "--echo", "3", "--model", "m")
+        results = []
+        with open("requests.jsonl", encoding="utf-8") as file:
+            for number, line in enumerate(file):
+                request = json.loads(line)
+                asked = asked_in(request["body"]["messages"][0]["content"])
+                texts = [text for _, text in asked][::1 if number else -1]      # the first: crossed
+                reply = json.dumps([{"id": name, "echo": text, "answer": "good"}
+                                    for (name, _), text in zip(asked, texts)])
+                body = {"model": "m-1", "choices": [{
+                    "finish_reason": "stop", "message": {"role": "assistant", "content": reply}}]}
+                results.append(json.dumps({
+                    "custom_id": request["custom_id"], "error": None,
+                    "response": {"status_code": 200, "body": body}}))
+        self.write("results.jsonl", "\n".join(results) + "\n")
+        self.main("collect", "results.jsonl")
+        verdicts = [row["verdict"] for row in self.rows(LEDGER)]
+        self.assertEqual(sorted(verdicts), ["echo_mismatch", "ok"])
         code, out, _ = self.main("audit", "--input", "items.jsonl")
         self.assertEqual(code, 0, out)
 
