@@ -745,25 +745,28 @@ def proofs(text: str, task: Task) -> Dict[str, Any]:
 def shown_examples(task: Task) -> Tuple[List[Item], str]:
     """The texts of the examples, under ids that no item has, of other than hex; the right reply."""
     items: List[Item] = []
-    elements = {}
+    elements = []
     for number, one in enumerate(task.examples or (), 1):
-        items.append(Item._make((one["text"].strip(), "example-%d" % number, "", None)))
-        answer = one["answer"]
+        text, name, answer = one["text"].strip(), "example-%d" % number, one["answer"]
+        items.append(Item._make((text, name, "", None)))
         if len(task.fields) == 1 and not isinstance(answer, dict):
             answer = dict.fromkeys(task.fields, answer)
-        elements[items[-1].id] = {**proofs(items[-1].text, task), **dict(_members_of(answer))}
-    reply: Any = elements
-    if task.form == "list":
-        reply = [{"id": name, **element} for name, element in elements.items()]
+        elements.append({"id": name, **proofs(text, task), **dict(_members_of(answer))})
+    reply = in_form(elements, task.form)
     if task.form == "lines":
-        return items, guard(in_lines(reply))
-    return items, ITEM_TAG.sub(r"\\u003c\1", encode(reply))      # an escaped < is the same in JSON
+        return items, guard(reply)
+    return items, ITEM_TAG.sub(r"\\u003c\1", reply)    # an escaped < is the same in JSON
 
 
-def in_lines(elements: Mapping[str, Mapping[str, Any]]) -> str:
-    """Elements by id as a reply of the form `lines`."""
+def in_form(elements: Iterable[Mapping[str, Any]], form: str) -> str:
+    """Elements, each with its id, as a reply of this form."""
+    if form == "list":
+        return encode(elements)
+    keyed = [(element.pop("id"), element) for element in map(dict, elements)]
+    if form == "keyed":
+        return encode(dict(keyed))
     return "\n".join(["%s: %s" % (name, " ".join(map(str, element.values())))
-                      for name, element in elements.items()])
+                      for name, element in keyed])
 
 
 def prompt_head(task: Task) -> str:
@@ -1253,7 +1256,9 @@ event at verdict attempt fallback size model_string batch answers quarantined mi
 normalised reordered form stage task arm run batch_id ms tokens_in tokens_out finish request_id
 params sources echoes text_sha prompt_sha job custom_id reply
 """
-OF_WORDS = ("batch", "normalised", "echoes", *OUTCOMES)                   # lists of strings
+LISTS = {                                               # and of what kind members of lists are
+    **dict.fromkeys(("batch", "normalised", "echoes", *OUTCOMES), str), "arms": int, "price": float}
+
 
 
 def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
@@ -1371,13 +1376,9 @@ def is_row(row: Any) -> bool:
             return False
         if isinstance(value, int) and abs(value) >= MAX_INTEGER:
             return False
-        if name in OF_WORDS and not all(isinstance(word, str) for word in value):
+        if name in LISTS and not all(type(one) is LISTS[name] for one in value):
             return False
-    if row.get("size", 1) < 1 or row.get("attempt", 1) < 1:
-        return False
-    if not all(type(size) is int and size > 0 for size in row.get("arms", ())):
-        return False
-    if not all(type(price) is float for price in row.get("price", ())):
+    if min(row.get("size", 1), row.get("attempt", 1), *row.get("arms", ())) < 1:
         return False
     if event == "job":
         return _is_job(row)
@@ -3802,12 +3803,7 @@ class Demo:
         for name in faults:
             if elements and name in ELEMENT_FAULTS:
                 ELEMENT_FAULTS[name](elements, dice)
-        document: Any = elements
-        if self._task.form != "list":
-            document = {element.pop("id"): element for element in map(dict, elements)}
-        text = json.dumps(document, ensure_ascii=False)
-        if self._task.form == "lines":
-            text = in_lines(document)
+        text = in_form(elements, self._task.form)
         finish, refusal = "stop", None
         for name in faults:
             text = TEXT_FAULTS.get(name, str)(text)
