@@ -716,9 +716,8 @@ ECHO = ("the first %%d words of its text, divided at white space, each cut at %d
 
 def reply_form(task: Task) -> str:
     """The part of the prompt that says how to reply."""
-    members = {encode(name): describe(schema) for name, schema in task.fields.items()}
-    if task.form == "lines":
-        members = {name: describe(schema, "lines") for name, schema in task.fields.items()}
+    spell = str if task.form == "lines" else encode
+    members = {spell(name): describe(schema, task.form) for name, schema in task.fields.items()}
     if task.echo:
         members = {'"echo"': ECHO % task.echo, **members}
     sketch = [name + ": ..." for name in members]
@@ -1051,10 +1050,14 @@ def _id_of(element: Dict[str, Any], place: int, notes: List[str]) -> str:
     return spelled
 
 
-def _plain(echo: Any) -> Optional[str]:
-    if isinstance(echo, str):
-        return echo_of(unguard(echo), len(echo)).lower()
-    return None
+PROOFS = {"rubric_version": "stale_rubric", "echo": "echo_mismatch"}
+
+
+def _plain(value: Any) -> Any:
+    """What is compared: of an echo neither white space nor case, and not what guards a tag."""
+    if isinstance(value, str):
+        return echo_of(unguard(value), len(value)).lower()
+    return type(value), value
 
 
 def _answer(item: Item, element: Dict[str, Any], task: Task) -> Any:
@@ -1067,14 +1070,11 @@ def _answer(item: Item, element: Dict[str, Any], task: Task) -> Any:
     absent = sorted(expected - element.keys())
     if absent:
         raise NotOk("missing_field", "%s: %s" % (name, ", ".join(map(shown, absent))))
-    version = element.get("rubric_version")
-    if type(version) is not type(task.rubric_version) or version != task.rubric_version:
-        raise NotOk("stale_rubric", "%s: rubric_version %s, not %s" % (
-            name, shown(version), task.rubric_version))
-    echo, words = element.get("echo"), due.get("echo", "")
-    # White space and case are no difference, as in an id; what the prompt guards is as it was.
-    if task.echo and _plain(echo) != _plain(words):
-        raise NotOk("echo_mismatch", "%s: echo %s, not %s" % (name, shown(echo), shown(words)))
+    for member, wanted in due.items():
+        given = element[member]
+        if _plain(given) != _plain(wanted):
+            raise NotOk(PROOFS[member], "%s: %s %s, not %s" % (
+                name, member, shown(given), shown(wanted)))
     for field, schema in task.fields.items():
         value, labels = element[field], labels_of(schema)
         if is_blank(value, schema):
@@ -1245,7 +1245,7 @@ OPTIONAL: Dict[str, Any] = {                            # and of what kind other
     "event": str, "model_string": (str, type(None)), "tokens_in": int, "tokens_out": int,
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
     "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
-    "price": list, "echoes": list,
+    "price": list, "echoes": list, "text_sha": list,
     "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
@@ -1257,7 +1257,8 @@ normalised reordered form stage task arm run batch_id ms tokens_in tokens_out fi
 params sources echoes text_sha prompt_sha job custom_id reply
 """
 LISTS = {                                               # and of what kind members of lists are
-    **dict.fromkeys(("batch", "normalised", "echoes", *OUTCOMES), str), "arms": int, "price": float}
+    **dict.fromkeys(("batch", "normalised", "echoes", "text_sha", *OUTCOMES), str),
+    "arms": int, "price": float}
 
 
 
@@ -1401,13 +1402,7 @@ def _agrees(row: Mapping[str, Any]) -> bool:
         return False
     if digests is None:
         return not accepted and not aside
-    return _fit(batch, digests)
-
-
-def _fit(batch: List[str], digests: Any) -> bool:
-    """Whether these are the digests, 32 hex digits each, of texts with these ids."""
-    return (isinstance(digests, list) and len(digests) == len(batch)
-            and all(type(digest) is str and len(digest) == 32 for digest in digests)
+    return (len(digests) == len(batch) and {*map(len, digests)} == {32}
             and DIGITS_ONLY.match("".join(digests)) is not None
             and all(map(str.startswith, digests, batch)))
 
