@@ -1251,11 +1251,11 @@ SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
     "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "",
     "form": ""}
-ATTEMPT_COLUMNS = """
+ATTEMPT_COLUMNS = re.findall(r"\w+", """
 event at verdict attempt fallback size model_string batch answers quarantined missing extra detail
 normalised reordered form stage task arm run batch_id ms tokens_in tokens_out finish request_id
 params sources echoes text_sha prompt_sha job custom_id reply
-"""
+""")
 LISTS = {                                               # and of what kind members of lists are
     **dict.fromkeys(("batch", "normalised", "echoes", "text_sha", *OUTCOMES), str),
     "arms": int, "price": float}
@@ -1302,7 +1302,7 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task,
         "reordered": verdict.reordered or None, "task": task.fingerprint, "sources": sources,
         "echoes": [echo_of(item.text, task.echo) for item in ask.items if task.echo],
         "text_sha": digests, "reply": text}
-    return compact({name: members.get(name) for name in ATTEMPT_COLUMNS.split()})
+    return compact({name: members.get(name) for name in ATTEMPT_COLUMNS})
 
 
 def set_aside(row: Mapping[str, Any]) -> Dict[str, Any]:
