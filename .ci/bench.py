@@ -82,7 +82,7 @@ def bare_loop(port, workers, head):
                 text = next(texts, None)
             if text is None:
                 return
-            prompt = '%sThere is 1 item:\n<item id="0123456789ab">%s</item>' % (head, text)
+            prompt = '%s1 item:\n<item id="0123456789ab">%s</item>' % (head, text)
             body = json.dumps({"model": "m", "messages": [{"role": "user", "content": prompt}]}).encode()
             connection.request("POST", "/v1/chat/completions", body, headers)
             document = json.loads(connection.getresponse().read())
