@@ -5772,10 +5772,11 @@ def mcnemar(first: int, second: int) -> float:
     return 2 * sum(map(chance, range(least))) + chance(least)
 
 
-def at_best(calls: int, compared: float) -> str:
-    """What so many clean calls show, of which some can be compared with size 1, in words."""
+def at_best(calls: int, share: float) -> str:
+    """What so many clean calls show, a share of which is compared with size 1, in words."""
+    differences = mean_limits({0.0: int(calls * share)})
     return "failures below %.1f %% and differences below %.1f points (%d full calls)" % (
-        100 * failure_limits(0, calls).high, 100 * mean_limits({0.0: compared}).high, calls)
+        100 * failure_limits(0, calls).high, 100 * differences.high, calls)
 
 
 # ==================================================================================================
@@ -8167,11 +8168,12 @@ def outlook(run: Run, frozen: InputCount) -> str:
             if calls:
                 lines.append("at batch size %d: %s" % (pending.size, calls))
         else:
-            full = items // pending.size
-            share = compared_share(pending.size, max(run.options.sizes))
-            lines.append("arm %d, size %d: %d of %d items settled, %sat best it can show %s" % (
-                state.arm, pending.size, items - left, items, calls and calls + "; ",
-                at_best(full, int(full * share))))
+            words = list(filter(None, [calls]))
+            if pending.size > 1:
+                share = compared_share(pending.size, max(run.options.sizes))
+                words.append("at best it can show " + at_best(items // pending.size, share))
+            lines.append("arm %d, size %d: %d of %d items settled%s" % (
+                state.arm, pending.size, items - left, items, "; ".join(["", *words])))
     if run.options.command == "trial":
         sample = max(pending.state.count(FROZEN) for pending in run.arms)
         first += ": a sample of %d" % sample
@@ -8213,7 +8215,7 @@ def trial_words(options: Settings, sample: int) -> Iterator[str]:
     sizes = options.sizes
     largest = max(sizes)
     needed = clean_sample(largest, options.margin, options.max_failure)
-    texts = {1: needed * compared_share(1, largest)}        # by the size at which they are asked
+    texts = {1: round(needed * compared_share(1, largest))}     # by the size they are asked at
     calls = sum(math.ceil(texts.get(size, needed) / size) for size in sizes)
     words = "without any fault or difference, %d texts show size %d safe, in about %d calls" % (
         needed, largest, calls)

@@ -5440,6 +5440,29 @@ class Trials(Reporting):
             seen[row["arm"]] += len(row["batch"])
             self.assertLessEqual(max(seen.values()) - min(seen[arm] for arm in range(4)), 8)
 
+    def test_a_trial_of_a_large_size_asks_some_texts_of_a_batch_alone(self):
+        self.items_file(1700)
+        out = said(self.trial("--sizes", "1,1,10")[1])
+        self.assertIn("1670 texts show size 10 safe, in about 1169 calls",
+                      said(self.trial("--sizes", "1,1,10", "--dry-run")[1]))
+        digests = sorted(bh.text_digest("text number %d" % n) for n in range(1700))[:1670]
+        alone = {digest[:12] for digest in digests if int(digest[:32], 16) % 10 < 3}
+        for arm in range(2):
+            self.assertEqual(set(self.sampled(arm)), alone)
+        self.assertIn("%d of " % (2 * len(alone) + 1670), out)
+        arm = self.arms()[2]
+        self.assertEqual(pick(arm, "decision calls open"), ("safe", 167, 0), arm["why"])
+        self.assertGreater(arm["batches"], 156)
+
+    def test_which_texts_are_asked_alone_says_nothing_of_their_place(self):
+        dice = random.Random(SEED)
+        places = collections.Counter()
+        for _ in range(2000):
+            keys = sorted(dice.getrandbits(128) for _ in range(20))
+            places.update(place for place, key in enumerate(keys) if bh.asked_alone(key, 20))
+        self.assertTrue(all(200 < places[place] < 400 for place in range(20)), places)
+        self.assertTrue(all(bh.asked_alone(key, 5) for key in range(5)))
+
     def test_a_trial_is_resumed_with_its_own_sizes_and_then_a_no_op(self):
         self.items_file(30)
         self.assertEqual(self.trial("--max-calls", 20, "--workers", 1)[0], 3)
@@ -5466,7 +5489,7 @@ class Trials(Reporting):
         out = said(self.trial("--dry-run")[1])
         for words in (
                 "a sample of 314",
-                "arm 2, size 2: 0 of 314 items settled, about 157 calls if every reply is good, "
+                "arm 2, size 2: 0 of 314 items settled; about 157 calls if every reply is good, "
                 "at most 942; at best it can show failures below 2.6 % and differences below "
                 "2.0 points (157 full calls)",
                 "without any fault or difference, 314 texts show size 2 safe, in about 785 calls"):
@@ -5738,6 +5761,22 @@ class Trials(Reporting):
                        for arm in (here, one, two)]
             self.assertEqual(bh.excess_of(range(len(here)), answers), excess)
 
+    def test_the_sample_that_would_settle_it_is_the_least_that_does(self):
+        for failures, first, excess in ((0, 60, {0.0: 60}), (1, 100, {0.0: 98, 0.5: 1, -0.5: 1}),
+                                        (1, 80, {0.0: 79, 0.5: 1}), (2, 100, {0.0: 97, -0.5: 3})):
+            figures = mock.Mock(items=4 * first, first=first, failures=failures)
+            figures.group.size = 4
+            found = mock.Mock(figures=figures, excess=excess)
+            words = bh.sample_words(found, bh.Settings())
+            needed = int(re.search("--sample ([0-9]+)` would", words).group(1)) / 4 / first
+            for times, shown in ((needed, True), (needed - 1.01 / first, False)):
+                values = {value: count * times for value, count in excess.items()}
+                high = bh.failure_limits(failures * times, first * times).high
+                self.assertEqual(high <= 0.05 and bh.shown_below(values, 0.02), shown, words)
+        found.excess = {0.5: 5, 0.0: 95}
+        self.assertEqual(bh.sample_words(found, bh.Settings()),
+                         "more texts of this kind would not show less")
+
     def test_kappa_and_mcnemar_are_the_published_ones(self):
         words = dict(zip(("pp", "nn", "pn", "np", "uu", "up"), (40, 35, 10, 5, 8, 2)))
         for pairs, kappa in ((words, 0.705373), ({"pp": 9}, None), ({}, None)):
@@ -5927,6 +5966,18 @@ class Reports(Reporting):
         for words in ("agrees with gold 1 of 2 (50.0 %) answers",
                       "1 gold values are no label and left out"):
             self.assertIn(words, self.text(*gold))
+
+    def test_a_size_that_changes_answers_is_not_called_worse_where_gold_says_otherwise(self):
+        for truth, words in (("number % 3", "worse by gold: won 0, lost LOST, p "),
+                             ("True", "not worse by gold: won LOST, lost 0, p ")):
+            arm = self.labelled(200, "label = 'good' if place else label")[2]
+            labels = [eval(truth, {"number": n}) and "good" or "bad" for n in range(200)]
+            arm = self.arms(*self.gold(enumerate(labels)))[2]
+            lost = str(len(arm["differing_items"]))
+            self.assertEqual(arm["decision"], "not safe")
+            self.assertIn("; " + words.replace("LOST", lost), arm["why"])
+        some = self.gold(enumerate(["good" if n % 3 or n > 15 else "bad" for n in range(200)]))
+        self.assertIn("; not worse by gold", self.arms(*some)[2]["why"])
 
     def test_gold_labels_may_be_numbers_in_a_file_of_text(self):
         self.task_file(answer={"enum": [0, 1]})
