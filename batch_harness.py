@@ -5804,7 +5804,7 @@ half_second          second_differ   second_compared
 """                                     # name, the part, the whole
 AGREED = ("differ", "same")
 FAILURES = "%(failures of first)s, at size 1 %(single_failures of single_first)s"
-MOST = 1e8                              # calls of a trial
+MOST = 1e5                              # calls of a trial that anybody makes
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Lines = Iterator[Tuple[str, str]]       # label, words
@@ -6354,7 +6354,7 @@ def arm_data(found: Comparison, gold: Gold, options: Settings) -> Dict[str, Any]
         "first_pass_low": 1 - found.rates.high,
         "first_pass_high": 1 - found.rates.low,
         "tokens_per_item": tokens_per_item(figures),
-        "spent_per_item": money_per_item(figures),
+        "spent_per_item": share(figures.spent or 0, figures.items),
         "spent_is": "at least" if figures.unpriced else "about",
         "cost": "",
         "ms_p50": ms[len(ms) // 2],

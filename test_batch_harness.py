@@ -5538,8 +5538,9 @@ class Trials(Reporting):
 
     DECISIONS = (       # texts, what the model does otherwise, more options -> decision, why
         (330, "pass", "", "safe",
-         "0 of 165 (0.0 %), at size 1 0 of 330 (0.0 %); answers differ by at most 1.9 points beyond "
-         "the floor; 50 % of the calls of size 1, and fewer calls until 33 % of first passes fail"),
+         "0 of 165 (0.0 %), at size 1 0 of 330 (0.0 %); answers differ by at most 1.9 points "
+         "beyond the floor; 50 % of the calls of size 1, and fewer calls until 33 % of first "
+         "passes fail"),
         (400, "label = 'good' if place else label", "", "not safe", "answers change, by"),
         (20, "label = 'good' if place else 'bad'", "", "not safe", "answers change, by"),
         (240, "name = '0' if place and number % 2 else name", "", "not safe",
