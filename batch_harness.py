@@ -1494,7 +1494,7 @@ class Settings(NamedTuple):
     batch_size: int = 1
     batch_chars: Optional[int] = None
     sizes: Sequence[int] = (1, 1, 2)
-    sample: int = 300
+    sample: int = 0                             # 0: as many as the largest size needs
     order: str = "set"
     attempts: int = 2
     on_failure: str = "single"
@@ -5773,6 +5773,7 @@ NEXT_TO_0 = 1e-12               # a rate that bisection may begin with
 EVEN = {n / 20: 1 / 19 for n in range(1, 20)}           # stake -> its part of a fortune of 1
 BOLD = {**dict.fromkeys(EVEN, 0.1 / 19), 0.97: 0.9}     # sharp where next to nothing differs
 Values = Mapping[float, float]                          # value -> how often it was seen
+ALONE, ALL_ALONE = 3, 5         # texts a batch that a trial asks alone, too; all up to this size
 
 
 class Limits(NamedTuple):
@@ -5803,7 +5804,7 @@ def log_beta(a: float, b: float) -> float:
     return math.lgamma(a) + math.lgamma(b) - math.lgamma(a + b)
 
 
-def failure_limits(failures: int, calls: float) -> Limits:
+def failure_limits(failures: float, calls: float) -> Limits:
     """Limits of a failure rate, valid under peeking: a mixture e-value and Ville's inequality.
 
     The rates are mixed by Beta(0.5, 20): few failures are expected, so that it is sharp near zero.
@@ -5869,6 +5870,28 @@ def clean_calls(margin: float) -> int:
     return least_count(lambda calls: shown_below({0.0: calls}, margin))
 
 
+def asked_alone(key: int, largest: int) -> bool:
+    """Whether a trial whose largest size this is asks a text alone, too.
+
+    Its last digits decide, as good as drawn; the first ones decide where in a batch it stands.  So
+    the mean over some texts of a batch is to be expected where that over all is.
+    """
+    return largest <= ALL_ALONE or key % largest < ALONE
+
+
+def compared_share(size: int, largest: int) -> float:
+    """The share of batches of which at least one text is to be asked alone, too."""
+    others = sum(not asked_alone(key, largest) for key in range(largest)) / largest
+    return 1 - others ** size
+
+
+def clean_sample(size: int, margin: float, most: float) -> int:
+    """How many texts show a size safe in a trial without any fault or difference."""
+    calls = max(clean_calls(margin), calls_needed(0, 0, most))
+    share = compared_share(size, size)
+    return size * math.ceil(calls / share ** 2)         # once by the mean, once to have room
+
+
 def kappa(pairs: Mapping[Tuple[Any, Any], int]) -> Optional[float]:
     """Cohen's kappa of counted pairs of labels; None where both sides always give the same one."""
     count = sum(pairs.values())
@@ -5900,10 +5923,11 @@ def mcnemar(first: int, second: int) -> float:
     return 2 * sum(map(chance, range(least))) + chance(least)
 
 
-def at_best(calls: int) -> str:
-    """What so many clean calls show, in words."""
+def at_best(calls: int, share: float) -> str:
+    """What so many clean calls show, a share of which is compared with size 1, in words."""
+    differences = mean_limits({0.0: int(calls * share)})
     return "failures below %.1f %% and differences below %.1f points (%d full calls)" % (
-        100 * failure_limits(0, calls).high, 100 * mean_limits({0.0: calls}).high, calls)
+        100 * failure_limits(0, calls).high, 100 * differences.high, calls)
 
 
 # ==================================================================================================
@@ -5930,6 +5954,8 @@ half_first           first_differ    first_compared
 half_second          second_differ   second_compared
 """                                     # name, the part, the whole
 AGREED = ("differ", "same")
+FAILURES = "%(failures of first)s, at size 1 %(single_failures of single_first)s"
+MOST = 1e5                              # calls of a trial that anybody makes
 Answer = Tuple[str, ...]                # one short text a field, the same where values are equal
 Data = Mapping[str, Any]                # a row, or an arm by the names that --json gives
 Lines = Iterator[Tuple[str, str]]       # label, words
@@ -5982,7 +6008,6 @@ class Figures:
     rescued = 0
     fallbacks = 0
     answered = 0                        # items
-    quarantined = 0                     # items, as they stand now
     reordered = 0
     repeated = 0                        # rows that are no new evidence
     tokens_in = 0
@@ -5996,6 +6021,7 @@ class Figures:
     asked = ""                          # the model that was asked for
     echo: Optional[int] = None          # of the task
     fields: Data = {}      # of the task: name -> schema; none where it is not known
+    largest = 1                         # size of the trial
 
     def __init__(self) -> None:
         self.verdicts: Counter[str] = collections.Counter()
@@ -6003,14 +6029,31 @@ class Figures:
         self.ms: List[int] = []
         self.answers: Dict[int, Answer] = {}        # by key_of(digest)
         self.batches: List[Tuple[bool, List[int]]] = []     # accepted: reordered?, texts as asked
+        self.aside: Set[int] = set()                # texts in quarantine, as it stands now
+        self.parts: Dict[str, Set[int]] = collections.defaultdict(set)  # texts of failed batches
         self.failed_items: List[str] = []           # one of each of the first that failed
-        self.fell_back: Set[str] = set()            # items asked again because their batch failed
         self._same: Dict[Answer, Answer] = {}       # labels are few: equal answers are held once
+
+    @property
+    def quarantined(self) -> int:
+        """Items in quarantine."""
+        return len(self.aside)
 
     @property
     def items(self) -> int:
         """Items that are settled."""
         return self.answered + self.quarantined
+
+    def settled(self) -> Mapping[int, Answer]:
+        """What became of each text: its answer, () in quarantine."""
+        none: Dict[int, Answer] = dict.fromkeys(self.aside, ())
+        return collections.ChainMap(self.answers, none)
+
+    def settled_batches(self) -> List[List[int]]:
+        """The texts of each full batch, once all are settled, be it one by one."""
+        failed = map(sorted, self.parts.values())
+        batches = [*(keys for _, keys in self.batches), *failed]
+        return [keys for keys in batches if len(keys) == self.group.size]
 
     def count(self, row: Data) -> None:
         """Count one attempt row."""
@@ -6054,12 +6097,10 @@ class Figures:
             self.unpriced += 1
         if type(row.get("ms")) is int:  # a batch job's calls have none
             self.ms.append(row["ms"])
-        if row["fallback"] and row["size"] > 1:
-            self.fell_back.update(row["batch"])
         for key, answer in answers.items():
             words = comparable(answer, self.fields)
             self.answers.setdefault(key, self._same.setdefault(words, words))
-        if not row["fallback"] and len(answers) == row["size"]:
+        if not row["fallback"] and len(answers) == row["size"] > 1:
             self.batches.append((bool(row.get("reordered")), list(answers)))
 
 
@@ -6094,11 +6135,14 @@ class Reading:
             figures.add(row)
         for sha in row.get("text_sha", ()):         # only of what settles
             place = (log.path, row["task"], row.get("arm"), sha)
+            key = key_of(sha)
             if place in self.held:
-                self.held.pop(place).quarantined -= 1
+                self.held.pop(place).aside.discard(key)
             if "quarantined" in row:
                 self.held[place] = figures
-                figures.quarantined += 1
+                figures.aside.add(key)
+            if row["size"] > 1 and ("quarantined" in row or row["fallback"]):
+                figures.parts[row["batch_id"]].add(key)
 
     def _figures(self, log: Log, row: Data) -> Figures:
         """Where an attempt counts.  A refusal names no model: the one that answered last."""
@@ -6120,6 +6164,7 @@ class Reading:
             figures.group = group
             figures.asked = asked
             figures.echo = run["task"].get("echo")
+            figures.largest = max(run.get("arms", (1,)))
             figures.fields = an_object(run["task"].get("fields"))
         self.groups[group].price = run.get("price", ())
         return self.groups[group]
@@ -6143,16 +6188,20 @@ def share(part: float, whole: int) -> Optional[float]:
 def excess_of(keys: Sequence[int], answers: Sequence[Mapping[int, Answer]]) -> Optional[float]:
     """How much more a batch's answers differ from size 1 than size 1 from itself: -1/2 to 1.
 
-    The mean over its texts, of the answers here, at size 1 and at its repetition; None until these
-    have answered all of them, so that a value, once there, stays as it is.
+    The mean over its texts, of the answers here, at size 1 and at its repetition; None until all of
+    them are settled there, so that a value, once there, stays as it is.  A text that got no answer
+    at one of them counts as one that differs.
     """
     values = []
     for key in keys:
         here, one, two = [some.get(key) for some in answers]
         if one is None or two is None:
             return None
-        values.append(((here != one) + (here != two)) / 2 - (one != two))
-    return sum(values) / len(values)
+        value = ((here != one) + (here != two)) / 2 - (one != two)
+        if not (here and one and two):
+            value = 1.0
+        values.append(value)
+    return share(sum(values), len(values))
 
 
 class Comparison:
@@ -6164,19 +6213,38 @@ class Comparison:
         if self.base is figures:
             self.base = self.other = Figures()
         self.singles = sum(one.first for one in alike)
-        self.answers = here, one, two = figures.answers, self.base.answers, self.other.answers
+        self.answers = here, one, _ = figures.answers, self.base.answers, self.other.answers
         self.both = [key for key in here if key in one]
-        self.differing = [              # where size 1 and its repetition agree
-            short_id(key) for key in self.both if here[key] != one[key] == two.get(key, one[key])]
         self.tally: Counter[str] = collections.Counter()        # by the names of SHARES
         for name, same in self._seen():
             self.tally[name + "compared"] += 1
             self.tally[name + AGREED[same]] += 1
-        batches = [keys for _, keys in figures.batches if len(keys) > 1]
-        excesses = [excess_of(keys, self.answers) for keys in batches]
-        self.excess = collections.Counter(excess for excess in excesses if excess is not None)
+        self.excess: Counter[float] = collections.Counter()
+        self.differing: List[str] = []  # where size 1 and its repetition agree
+        self.unanswered = 0             # texts without an answer here or at size 1
+        self._weigh([one.settled() for one in (figures, self.base, self.other)])
+        trial = [one.settled() for one in (figures, *alike[:2])
+                 if one.group.arm is not None and one.group.ledger == figures.group.ledger]
+        self.open = sum(                # texts that the trial has not settled in all its arms
+            asked_alone(key, figures.largest) for key in set().union(*trial)
+            if not all(key in some for some in trial))
         self.rates = failure_limits(figures.failures, figures.first)
         self.shift = mean_limits(self.excess)
+
+    def _weigh(self, settled: Sequence[Mapping[int, Answer]]) -> None:
+        """Take in what became of each text here, at size 1 and at its repetition."""
+        here, one, two = settled
+        for batch in self.figures.settled_batches():
+            keys = [key for key in batch if key in one or asked_alone(key, self.figures.largest)]
+            excess = excess_of(keys, settled)
+            if excess is not None:
+                self.excess[excess] += 1
+        for key in here:
+            if key in one:
+                again = two.get(key, one[key])
+                self.unanswered += not (here[key] and one[key] and again)
+                if here[key] != one[key] == again:
+                    self.differing.append(short_id(key))
 
     def _seen(self) -> Iterator[Tuple[str, bool]]:
         """Each answer that has another beside it: of what it is, and whether they are the same."""
@@ -6188,7 +6256,7 @@ class Comparison:
                 yield "floor_", two[key] == one[key]
         for reordered, keys in self.figures.batches:
             for place, key in enumerate(keys):
-                if key in one and len(keys) > 1:
+                if key in one:
                     half = "first_"
                     if 2 * place >= len(keys):
                         half = "second_"
@@ -6199,19 +6267,9 @@ class Comparison:
 
 # ---- decisions ----
 
-def rescue_rate(figures: Figures) -> float:
-    """The share of first-pass failures that the retry rescues."""
-    return share(figures.rescued, figures.retried) or 0.0
-
-
-def calls_per_item(figures: Figures) -> float:
-    """Expected calls for an item: the first, the retry of a failure, then each item alone."""
-    size = figures.group.size
-    failure = share(figures.failures, figures.first) or 0.0
-    calls = 1 + failure
-    if size > 1:
-        calls += failure * (1 - rescue_rate(figures)) * size
-    return calls / size
+def calls_per_item(figures: Figures) -> Optional[float]:
+    """Calls for an item, all told."""
+    return share(figures.calls, figures.items)
 
 
 def tokens_per_item(figures: Figures) -> Optional[float]:
@@ -6222,52 +6280,75 @@ def tokens_per_item(figures: Figures) -> Optional[float]:
     return tokens / (figures.calls - figures.tokens_unknown) * figures.calls / figures.items
 
 
-def saving(found: Comparison) -> Optional[str]:
-    """What a size costs against size 1, and from which failure rate on it saves nothing."""
-    size = found.figures.group.size
-    if size == 1 or not found.base.first:
+def money_per_item(figures: Figures) -> Optional[float]:
+    """What an item cost, where every call has a price."""
+    if figures.unpriced:
         return None
-    calls = calls_per_item(found.figures)
+    return share(figures.spent or 0, figures.items)
+
+
+def saving(found: Comparison) -> str:
+    """What a size takes of what size 1 takes, and from which failure rate on it saves nothing."""
+    figures = found.figures
     single = calls_per_item(found.base)
-    even = (size * single - 1) / (1 + (1 - rescue_rate(found.figures)) * size)
-    mine = tokens_per_item(found.figures)
-    other = tokens_per_item(found.base)
-    tokens = "an unknown part"
-    if mine and other:
-        tokens = "%.0f %%" % (100 * mine / other)
-    return ("%.0f %% of the calls and %s of the tokens of size 1: %.2f calls an item instead of "
-            "%.2f, and fewer until %.0f %% of first passes fail" % (
-                100 * calls / single, tokens, calls, single, 100 * min(1.0, even)))
+    if not single:
+        return "what it saves is not known"
+    shares = []
+    for name, measure in MEASURES.items():
+        mine = measure(figures)
+        other = measure(found.base)
+        if mine and other:
+            shares.append("%.0f %% of the %s" % (100 * mine / other, name))
+    size = figures.group.size
+    alone = 1 - figures.rescued / max(1, figures.retried)       # of failed batches
+    even = (size * single - 1) / (1 + alone * size)
+    return "%s of size 1, and fewer calls until %.0f %% of first passes fail" % (
+        ", ".join(shares), 100 * min(1.0, even))
 
 
-def more_calls(excess: Mapping[float, int], margin: float) -> str:
-    """How many calls would settle it if nothing changed."""
-    seen = sum(excess.values())
+MEASURES = {"calls": calls_per_item, "tokens": tokens_per_item, "cost": money_per_item}
 
-    def settled(more: float) -> bool:
-        times = 1 + more / seen
-        return shown_below({value: count * times for value, count in excess.items()}, margin)
 
-    if sum(value * count for value, count in excess.items()) >= margin * seen:
-        return "more calls of this kind would not show less"
-    return "about %d more calls would settle it if nothing changed" % least_count(settled)
+def sample_words(found: Comparison, options: Settings) -> str:
+    """How many texts would settle it, if what was seen were repeated."""
+    figures = found.figures
+    size = figures.group.size
+    first = figures.first or 1
+    batches = max(figures.items / size, first)
+
+    def settled(count: float) -> bool:
+        times = count / batches
+        limits = failure_limits(figures.failures * times, first * times)
+        values = {value: n * times for value, n in (found.excess or {0.0: first}).items()}
+        return limits.high <= options.max_failure and shown_below(values, options.margin)
+
+    if not settled(MOST):
+        return "more texts of this kind would not show less"
+    needed = size * least_count(settled)
+    return "`trial --sample %d` would settle it if nothing changed" % needed
 
 
 def reasons(found: Comparison, options: Settings) -> Lines:
     """What speaks for which decision, as (decision, words for Words); the first one holds."""
     figures = found.figures
+    failing = found.rates.high > options.max_failure
+    differing = found.shift.high > options.margin
+    lost = ""
+    if found.unanswered:
+        lost = ("; %(unanswered)s texts, which have no answer at size 1 or at this size, count as "
+                "differing: first passes failed " + FAILURES)
     if not figures.fields:
         yield "not compared", "the row of the run, which tells the task, is damaged or gone"
     if figures.group.size == 1:
         yield "baseline", "%(first)s single first calls"
     if found.rates.low > options.max_failure:
         yield "not safe", (
-            "first passes fail in more than %(max_failure .1%)s of calls: %(failures of first)s, "
-            "at size 1 %(single_failures of single_first)s; such as those of %(failed_items few)s")
+            "first passes fail in more than %(max_failure .1%)s of calls: " + FAILURES +
+            "; such as those of %(failed_items few)s")
     if found.shift.low > options.margin:
         yield "not safe", (
-            "answers differ by %(low points)s to %(high points)s points beyond the floor, such as "
-            "those to %(differing_items few)s")
+            "answers change, by %(difference_low points)s to %(difference_high points)s points "
+            "beyond the floor, such as those to %(differing_items few)s" + lost)
     if found.singles < BASELINE:
         yield "baseline first", (
             "%(singles)s of 100 single first calls of this model and task; a `trial` "
@@ -6277,36 +6358,33 @@ def reasons(found: Comparison, options: Settings) -> Lines:
     if figures.group.form == "keyed":
         yield "not yet", ("the grammar holds the ids here, so that their form is no evidence; "
                           "judge the answers by hand")
-    if found.rates.high > options.max_failure:
-        needed = calls_needed(figures.failures, figures.first, options.max_failure)
-        yield "not yet", str(needed) + (
-            " clean calls more would show first-pass failures of at most %(max_failure .1%)s")
+    if failing:
+        yield "not yet", "first passes may fail in %(failure_high .1%)s of calls: " + FAILURES
     if not found.tally["floor_compared"]:
+        differing = False
         yield "not yet", "no second arm of size 1 says how much the model disagrees with itself"
-    elif found.shift.high > options.margin:
+    if differing:
         yield "not yet", (
-            "up to %(high points)s points more answers may differ than by the floor, after "
-            "%(batches)s calls; " + more_calls(found.excess, options.margin))
+            "up to %(difference_high points)s points more answers may differ than by the floor, "
+            "after %(batches)s calls" + lost)
+    if failing or differing:
+        yield "not yet", sample_words(found, options)
+    if found.open:
+        yield "not yet", ("%(open)s texts of the sample have no answer at one of the sizes yet; "
+                          "type the same `trial` again")
     yield "safe", (
-        "first passes fail in at most %(failure_high .1%)s, answers differ by at most "
-        "%(high points)s points beyond the floor; %(cost)s")
+        "first passes fail in at most %(failure_high .1%)s of calls: " + FAILURES + "; answers "
+        "differ by at most %(difference_high points)s points beyond the floor" + lost)
 
 
 def decision_of(found: Comparison, data: Data, options: Settings) -> Tuple[str, str]:
     """The decision on an arm's size, and why."""
-    words = Words(
-        data,
-        low=found.shift.low,
-        high=found.shift.high,
-        failure_high=found.rates.high,
-        batches=sum(found.excess.values()),
-        singles=found.singles,
-        single_failures=found.base.failures,
-        single_first=found.base.first,
-        max_failure=options.max_failure)
     by_decision = itertools.groupby(reasons(found, options), operator.itemgetter(0))
     decision, first = next(by_decision)
-    return decision, "; ".join(why % words for _, why in first)
+    words = Words(data, max_failure=options.max_failure)
+    whys = [why % words for _, why in first]
+    whys += filter(None, (data.get("by_gold"), data["cost"]))
+    return decision, "; ".join(whys)
 
 
 # ---- right answers, where the input has them ----
@@ -6361,6 +6439,15 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Data:
     single = {key for key in judged if key in one and one[key][place] == known[key]}
     lost = len(single - right)
     won = len((right - single) & set(one))
+    p = mcnemar(lost, won)
+    words = ""
+    if any(key in one for key in judged):
+        worse = "worse"
+        if lost <= won:
+            worse = "not worse"
+        elif p > LEVEL:
+            worse = "not shown to be worse"
+        words = "%s by gold: won %d, lost %d, p %.2g" % (worse, won, lost, p)
     pairs = collections.Counter((known[key], here[key][place]) for key in judged)
     return {
         "accuracy": share(len(right), len(judged)),
@@ -6368,7 +6455,8 @@ def gold_data(found: Comparison, gold: Gold, name: str) -> Data:
         "right": len(right),
         "lost": lost,
         "won": won,
-        "p": mcnemar(lost, won),
+        "p": p,
+        "by_gold": words,
         "gold_unknown": len(gold) - len(known),
         "gold_confusion": {field: confusion(labels, pairs)},
     }
@@ -6406,7 +6494,7 @@ def field_data(found: Comparison) -> Iterator[Tuple[str, Data]]:
         yield name, data
 
 
-def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
+def arm_data(found: Comparison, gold: Gold, options: Settings) -> Dict[str, Any]:
     """An arm by the names that --json gives."""
     figures = found.figures
     ms: List[Any] = sorted(figures.ms) or [None]
@@ -6415,16 +6503,23 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
         **{name: getattr(figures, name) for name in COUNTS.split()},
         "asked": figures.asked,
         "echo": figures.echo,
-        "fell_back": len(figures.fell_back),
+        "fell_back": sum(map(len, figures.parts.values())),
+        "failure_high": found.rates.high,
         "first_pass_low": 1 - found.rates.high,
         "first_pass_high": 1 - found.rates.low,
         "tokens_per_item": tokens_per_item(figures),
         "spent_per_item": share(figures.spent or 0, figures.items),
         "spent_is": "at least" if figures.unpriced else "about",
-        "cost": saving(found),
+        "cost": "",
         "ms_p50": ms[len(ms) // 2],
         "ms_p95": ms[int(0.95 * len(ms))],
         "differing_items": found.differing[:SHOWN_ITEMS],
+        "unanswered": found.unanswered,
+        "open": found.open,
+        "batches": sum(found.excess.values()),
+        "singles": found.singles,
+        "single_failures": found.base.failures,
+        "single_first": found.base.first,
         "difference_low": None,
         "difference_high": None,
         "fields": dict(field_data(found)),
@@ -6439,6 +6534,10 @@ def arm_data(found: Comparison, options: Settings) -> Dict[str, Any]:
     kappas = [field["kappa"] for field in data["fields"].values() if field["labels"]]
     if len(kappas) == 1:
         data["kappa"] = kappas[0]
+    if gold and figures.fields:
+        data.update(gold_data(found, gold, options.gold_field))
+    if figures.group.size > 1:
+        data["cost"] = saving(found)
     data["decision"], data["why"] = decision_of(found, data, options)
     return data
 
@@ -6449,11 +6548,7 @@ def arms_data(arms: Sequence[Figures], gold: Gold, options: Settings) -> List[Di
     for figures in arms:
         alike = [one for one in arms if one.group.size == 1 and one.group[3:] == figures.group[3:]
                  and one.first and one.fields and list(one.fields) == list(figures.fields)]
-        found = Comparison(figures, alike)
-        data = arm_data(found, options)
-        if gold and figures.fields:
-            data.update(gold_data(found, gold, options.gold_field))
-        datas.append(data)
+        datas.append(arm_data(Comparison(figures, alike), gold, options))
     differ = [name for name in ("ledger", "stage", "task", "model")
               if len({data[name] for data in datas}) > 1]
     for data in datas:
@@ -6508,12 +6603,10 @@ a call takes       | ms_p50         | %(ms_p50)s ms, one in twenty %(ms_p95)s ms
 agrees with size 1 | compared       | %(same of compared)s answers; floor: size 1 with itself \
 %(floor_same of floor_compared)s
 by field           | compared       | %(fields agreements)s
-agrees with gold   | judged         | %(right of judged)s answers; against size 1 it lost \
-%(lost)s right ones and won %(won)s (p %(p .3g)s)
+agrees with gold   | judged         | %(right of judged)s answers
 no gold label      | gold_unknown   | %(gold_unknown)s gold values are no label and left out
 differing answers  | half_first     | %(half_first .1%)s in the first half of the prompt, \
 %(half_second .1%)s in the second
-would cost         | cost           | %(cost)s
 repeated rows      | repeated       | %(repeated)s, not counted
 """)
 ASKED = """
@@ -7914,7 +8007,7 @@ batches and policy:
     --batch-size N              items a prompt (default 1)
   trial
     --sizes A,B,..              batch sizes, one arm each (default 1,1,2)
-    --sample N                  items, the same on every machine (default 300)
+    --sample N                  items, the same on every machine (default: enough to show safe)
   run trial emit
     --attempts N                how often a batch is asked (default 2)
     --on-failure single|split|exclude    what follows (default single)
@@ -8125,22 +8218,26 @@ def check_collision(source: Source, state: State, length: int) -> None:
 
 def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pending], InputCount]:
     """What is to be asked at each size, and the input as a first pass finds it."""
-    trial = options.command == "trial"
-    sizes = options.sizes if trial else (options.batch_size,)
-    state = State(task, 0 if trial else None)
+    state = State(task)
     read, items = state.freeze(source.good_rows())
     check_collision(source, state, options.id_length)
-    asked: Union[Source, Sample] = source
-    if trial:
-        # Digests are as good as drawn: the least of them are the same sample on every machine,
-        # and their order is as good as shuffled.
-        state.status = dict.fromkeys(sorted(state.status)[:options.sample], FROZEN)
-        held = [row._replace(record=None) for row in source.rows()
-                if row.error is None and key_of(text_digest(row.text)) in state.status]
-        asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
-    states = [state, *(State(task, arm, state.status) for arm in range(1, len(sizes)))]
-    arms = [Pending(asked, *pair, options) for pair in zip(states, sizes)]
-    return arms, InputCount(read, items, source.skipped)
+    frozen = InputCount(read, items, source.skipped)
+    if options.command != "trial":
+        return [Pending(source, state, options.batch_size, options)], frozen
+    # Digests are as good as drawn: the least of them are the same sample on every machine, and
+    # their order is as good as shuffled.
+    largest = max(options.sizes)
+    wanted = options.sample or clean_sample(largest, options.margin, options.max_failure)
+    chosen = dict.fromkeys(sorted(state.status)[:wanted])
+    alone = [key for key in chosen if asked_alone(key, largest)]
+    held = [row._replace(record=None) for row in source.rows()
+            if row.error is None and key_of(text_digest(row.text)) in chosen]
+    asked = Sample(source.name, sorted(held, key=lambda row: text_digest(row.text)))
+    arms = []
+    for arm, size in enumerate(options.sizes):
+        keys = {1: alone}.get(size, chosen)
+        arms.append(Pending(asked, State(task, arm, keys), size, options))
+    return arms, frozen
 
 
 def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -8240,12 +8337,16 @@ def outlook(run: Run, frozen: InputCount) -> str:
             if calls:
                 lines.append("at batch size %d: %s" % (pending.size, calls))
         else:
-            lines.append("arm %d, size %d: %d of %d items settled, %sat best it can show %s" % (
-                state.arm, pending.size, items - left, items, calls and calls + "; ",
-                at_best(items // pending.size)))
+            words = list(filter(None, [calls]))
+            if pending.size > 1:
+                share = compared_share(pending.size, max(run.options.sizes))
+                words.append("at best it can show " + at_best(items // pending.size, share))
+            lines.append("arm %d, size %d: %d of %d items settled%s" % (
+                state.arm, pending.size, items - left, items, "; ".join(["", *words])))
     if run.options.command == "trial":
-        first += ": a sample of %d" % items
-        lines += trial_words(run.options.sizes)
+        sample = max(pending.state.count(FROZEN) for pending in run.arms)
+        first += ": a sample of %d" % sample
+        lines += trial_words(run.options, sample)
     if run.tally.pending:
         lines.append("a call that brings no reply is made again; texts go to " + run.model.host)
     return "\n".join([first, *lines])
@@ -8278,10 +8379,18 @@ def calls_to_expect(run: Run, pending: Pending, asked: int, alone: int) -> str:
     return "about %d calls if every reply is good, at most %d%s" % (calls, most, cost)
 
 
-def trial_words(sizes: Sequence[int]) -> Iterator[str]:
-    """What a trial at these sizes can and cannot show."""
-    yield ("without any fault or difference, --sample %d would show size %d safe by the usual "
-           "bounds" % (max(sizes) * clean_calls(0.02), max(sizes)))
+def trial_words(options: Settings, sample: int) -> Iterator[str]:
+    """What a trial on so many texts can and cannot show."""
+    sizes = options.sizes
+    largest = max(sizes)
+    needed = clean_sample(largest, options.margin, options.max_failure)
+    texts = {1: round(needed * compared_share(1, largest))}     # by the size they are asked at
+    calls = sum(math.ceil(texts.get(size, needed) / size) for size in sizes)
+    words = "without any fault or difference, %d texts show size %d safe, in about %d calls" % (
+        needed, largest, calls)
+    if sample < needed:
+        words += "; these %d cannot (--sample %d)" % (sample, needed)
+    yield words
     if sizes.count(1) < 2:
         yield ("size 1 stands %d times in --sizes: without 1,1 nothing says how much the model "
                "disagrees with itself, unless another ledger does" % sizes.count(1))
@@ -8359,7 +8468,7 @@ def run_header(run: Run, frozen: InputCount) -> Members:
     options = run.options
     task = run.task
     model = run.model
-    first = run.arms[0]
+    first = max(run.arms, key=lambda pending: pending.size)     # it asks the whole sample
     trial = options.command == "trial"
     return {
         "model": model.name,

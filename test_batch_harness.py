@@ -5902,6 +5902,29 @@ class Trials(Reporting):
             seen[row["arm"]] += len(row["batch"])
             self.assertLessEqual(max(seen.values()) - min(seen[arm] for arm in range(4)), 8)
 
+    def test_a_trial_of_a_large_size_asks_some_texts_of_a_batch_alone(self):
+        self.items_file(1700)
+        out = said(self.trial("--sizes", "1,1,10")[1])
+        self.assertIn("1670 texts show size 10 safe, in about 1169 calls",
+                      said(self.trial("--sizes", "1,1,10", "--dry-run")[1]))
+        digests = sorted(bh.text_digest("text number %d" % n) for n in range(1700))[:1670]
+        alone = {digest[:12] for digest in digests if int(digest[:32], 16) % 10 < 3}
+        for arm in range(2):
+            self.assertEqual(set(self.sampled(arm)), alone)
+        self.assertIn("%d of " % (2 * len(alone) + 1670), out)
+        arm = self.arms()[2]
+        self.assertEqual(pick(arm, "decision calls open"), ("safe", 167, 0), arm["why"])
+        self.assertGreater(arm["batches"], 156)
+
+    def test_which_texts_are_asked_alone_says_nothing_of_their_place(self):
+        dice = random.Random(SEED)
+        places = collections.Counter()
+        for _ in range(2000):
+            keys = sorted(dice.getrandbits(128) for _ in range(20))
+            places.update(place for place, key in enumerate(keys) if bh.asked_alone(key, 20))
+        self.assertTrue(all(200 < places[place] < 400 for place in range(20)), places)
+        self.assertTrue(all(bh.asked_alone(key, 5) for key in range(5)))
+
     def test_a_trial_is_resumed_with_its_own_sizes_and_then_a_no_op(self):
         self.items_file(30)
         self.assertEqual(self.trial("--max-calls", 20, "--workers", 1)[0], 3)
@@ -5927,18 +5950,23 @@ class Trials(Reporting):
         self.items_file(400)
         out = said(self.trial("--dry-run")[1])
         for words in (
-                "a sample of 300",
-                "arm 2, size 2: 0 of 300 items settled, about 150 calls if every reply is good, "
-                "at most 900; at best it can show failures below 2.7 % and differences below "
-                "2.1 points (150 full calls)"):
+                "a sample of 314",
+                "arm 2, size 2: 0 of 314 items settled; about 157 calls if every reply is good, "
+                "at most 942; at best it can show failures below 2.6 % and differences below "
+                "2.0 points (157 full calls)",
+                "without any fault or difference, 314 texts show size 2 safe, in about 785 calls"):
             self.assertIn(words, out)
         self.assertNotIn("size 1 stands", out)
         out = self.trial("--dry-run", "--sizes", "1,2")[1]
         self.assertIn("size 1 stands 1 times in --sizes", out)
         self.assertFalse(os.path.exists("t.jsonl"))
-        self.items_file(30)
-        self.assertIn("without any fault or difference, --sample 314 would show size 2 safe",
-                      self.trial("--sizes", "1,2", "--dry-run")[1])
+        self.assertNotIn("cannot", out)
+        for more in (("--sample", 30), ()):
+            out = said(self.trial("--sizes", "1,2", "--dry-run", *more)[1])
+            self.assertIn("314 texts show size 2 safe, in about 471 calls; these 30 cannot "
+                          "(--sample 314)", out)
+            self.assertIn("at best it can show failures below 19.6 %", out)
+            self.items_file(30)
 
     def test_a_trial_reads_its_sample_from_anywhere(self):
         self.items_file(1500)
@@ -5972,9 +6000,11 @@ class Trials(Reporting):
 
     DECISIONS = (       # texts, what the model does otherwise, more options -> decision, why
         (330, "pass", "", "safe",
-         "0.50 calls an item instead of 1.00, and fewer until 33 % of first passes fail"),
-        (400, "label = 'good' if place else label", "", "not safe", "answers differ"),
-        (20, "label = 'good' if place else 'bad'", "", "not safe", "answers differ"),
+         "0 of 165 (0.0 %), at size 1 0 of 330 (0.0 %); answers differ by at most 1.9 points "
+         "beyond the floor; 50 % of the calls of size 1, and fewer calls until 33 % of first "
+         "passes fail"),
+        (400, "label = 'good' if place else label", "", "not safe", "answers change, by"),
+        (20, "label = 'good' if place else 'bad'", "", "not safe", "answers change, by"),
         (240, "name = '0' if place and number % 2 else name", "", "not safe",
          "first passes fail in more than 5.0 %"),
         (20, "label = 'good' if place and number % 9 == 0 else label", "", "baseline first",
@@ -5982,8 +6012,8 @@ class Trials(Reporting):
          "10 (100.0 %) first passes kept their form, SAME answers are as at size 1, against a "
          "floor of 20 of 20 (100.0 %)"),
         (49, "pass", "", "baseline first", "98 of 100"),
-        (120, "pass", "", "not yet", "14 clean calls more"),
-        (160, "pass", "", "not yet", "calls would settle it"),
+        (120, "pass", "", "not yet", "60 calls; `trial --sample 314` would settle it"),
+        (160, "pass", "", "not yet", "80 calls; `trial --sample 314` would settle it"),
         (160, "pass", "--sizes 1,2", "not yet", "no second arm of size 1"),
         # at size 1 it disagrees with itself as much as a batch does
         (200, "label = 'bad' if number % 2 and asked[prompt] % 2 == many else label", "", "safe",
@@ -6021,10 +6051,31 @@ class Trials(Reporting):
         self.assertEqual(pick(arm, "half_first fell_back"), (0.0, 2 * (60 - rows)))
         self.assertGreater(arm["half_second"], 0.4)
 
+    def test_a_text_without_an_answer_at_one_size_counts_as_differing(self):
+        for when, words in (
+                ("not many and number % 10 < 3", "; 90 texts, which have no answer at size 1 or at "
+                 "this size, count as differing: first passes failed 0 of 150 (0.0 %), at size 1 "
+                 "90 of 300 (30.0 %)"),
+                ("number % 30 == 0", "; 10 texts, which have no answer at size 1 or at this")):
+            arm = self.labelled(300, "name = 'x' if %s else name" % when, "--keep-going")[2]
+            self.assertIn(arm["decision"], ("not safe", "not yet"))
+            self.assertIn(words, arm["why"])
+
+    def test_a_trial_that_is_not_through_shows_nothing_safe(self):
+        self.items_file(400)
+        words = ("--sample", 400, "--workers", 1)
+        self.trial("--max-calls", 903, *words)
+        arm = self.arms()[2]
+        self.assertGreater(arm["open"], 0)
+        self.assertEqual(arm["why"].partition(";")[0], "%d texts of the sample have no answer at "
+                         "one of the sizes yet" % arm["open"])
+        self.trial(*words)
+        self.assertEqual(pick(self.arms()[2], "decision open"), ("safe", 0))
+
     def test_what_is_not_safe_names_rows_that_show_it(self):
         arm = self.labelled(400, "label = 'good' if place else label")[2]
         named = arm["differing_items"]
-        self.assertTrue(arm["why"].endswith("such as those to " + ", ".join(named[:3])))
+        self.assertIn("such as those to %s; 50 %%" % ", ".join(named[:3]), arm["why"])
         wrong = {bh.item_id("text number %d" % n) for n in range(0, 400, 3)}
         self.assertLessEqual(set(named), wrong)
         self.assertGreater(len(named), 40)
@@ -6042,10 +6093,11 @@ class Trials(Reporting):
             usage = {"prompt_tokens": 70 + size, "completion_tokens": size}
             return completion(reply_to_prompt(prompt), usage=usage)
         self.items_file(330)
-        self.trial("--base-url", self.serve(script).base, "--sample", 330, model="openai:m")
+        self.trial("--base-url", self.serve(script).base, "--price", "1,2", model="openai:m")
         arm = self.arms()[2]
         self.assertEqual(pick(arm, "decision tokens_per_item"), ("safe", 55))
-        self.assertIn("50 % of the calls and 61 % of the tokens of size 1: 0.50 calls", arm["why"])
+        self.assertIn("50 % of the calls, 61 % of the tokens, 65 % of the cost of size 1",
+                      arm["why"])
 
     def test_what_a_sample_shows_does_not_depend_on_the_order_of_the_input(self):
         self.items_file(400)
@@ -6171,6 +6223,22 @@ class Trials(Reporting):
             answers = [{n: word for n, word in enumerate(arm) if word != "-"}
                        for arm in (here, one, two)]
             self.assertEqual(bh.excess_of(range(len(here)), answers), excess)
+
+    def test_the_sample_that_would_settle_it_is_the_least_that_does(self):
+        for failures, first, excess in ((0, 60, {0.0: 60}), (1, 100, {0.0: 98, 0.5: 1, -0.5: 1}),
+                                        (1, 80, {0.0: 79, 0.5: 1}), (2, 100, {0.0: 97, -0.5: 3})):
+            figures = mock.Mock(items=4 * first, first=first, failures=failures)
+            figures.group.size = 4
+            found = mock.Mock(figures=figures, excess=excess)
+            words = bh.sample_words(found, bh.Settings())
+            needed = int(re.search("--sample ([0-9]+)` would", words).group(1)) / 4 / first
+            for times, shown in ((needed, True), (needed - 1.01 / first, False)):
+                values = {value: count * times for value, count in excess.items()}
+                high = bh.failure_limits(failures * times, first * times).high
+                self.assertEqual(high <= 0.05 and bh.shown_below(values, 0.02), shown, words)
+        found.excess = {0.5: 5, 0.0: 95}
+        self.assertEqual(bh.sample_words(found, bh.Settings()),
+                         "more texts of this kind would not show less")
 
     def test_kappa_and_mcnemar_are_the_published_ones(self):
         words = dict(zip(("pp", "nn", "pn", "np", "uu", "up"), (40, 35, 10, 5, 8, 2)))
@@ -6358,9 +6426,21 @@ class Reports(Reporting):
         arms = self.arms(*gold)
         self.assertEqual({pick(arm, "stage accuracy gold_unknown") for arm in arms},
                          {("main", 0.5, 1), ("other", None, 3)})
-        for words in ("agrees with gold 1 of 2 (50.0 %) answers; against",
+        for words in ("agrees with gold 1 of 2 (50.0 %) answers",
                       "1 gold values are no label and left out"):
             self.assertIn(words, self.text(*gold))
+
+    def test_a_size_that_changes_answers_is_not_called_worse_where_gold_says_otherwise(self):
+        for truth, words in (("number % 3", "worse by gold: won 0, lost LOST, p "),
+                             ("True", "not worse by gold: won LOST, lost 0, p ")):
+            arm = self.labelled(200, "label = 'good' if place else label")[2]
+            labels = [eval(truth, {"number": n}) and "good" or "bad" for n in range(200)]
+            arm = self.arms(*self.gold(enumerate(labels)))[2]
+            lost = str(len(arm["differing_items"]))
+            self.assertEqual(arm["decision"], "not safe")
+            self.assertIn("; " + words.replace("LOST", lost), arm["why"])
+        some = self.gold(enumerate(["good" if n % 3 or n > 15 else "bad" for n in range(200)]))
+        self.assertIn("; not worse by gold", self.arms(*some)[2]["why"])
 
     def test_gold_labels_may_be_numbers_in_a_file_of_text(self):
         self.task_file(answer={"enum": [0, 1]})

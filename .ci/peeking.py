@@ -4,9 +4,12 @@
 
 A run is 400 calls at size 2 of which the truth lies 0.05 points beyond a limit, looked at every 10
 calls from 150 on; it is wrong when any look says what is not so.  The calls are read as they came,
-in the order of the ledger, and sorted by digest anew at each look, as in a trial.
+in the order of the ledger, and sorted by digest anew at each look, as in a trial.  Calls of 20 in
+which an error spreads to all that stands below it are compared in the few texts that a trial asks
+alone, too.
 """
 import collections
+import functools
 import os
 import random
 import sys
@@ -16,6 +19,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 import batch_harness as bh  # noqa: E402
 
 LOOKS = range(150, 401, 10)             # calls
+LONG = 20                               # texts of a long one
 MARGIN, MOST = 0.02, 0.05               # as the options have them
 WRONG = bh.LEVEL                        # share of runs that may be
 
@@ -35,17 +39,34 @@ def a_call(dice, noise, excess):
     return bh.excess_of([0, 1], [dict(enumerate(answers)) for answers in zip(*texts)])
 
 
-def differences(dice, by_digest, excess, says):
+def a_long_call(dice, noise, excess):
+    """The same of a call of 20: from some place on, now and then, every answer differs."""
+    floor = 2 * noise * (1 - noise)
+    begin = LONG
+    if dice.random() < excess / (1 - floor) * 2 * LONG / (LONG + 1):
+        begin = dice.randrange(LONG)
+    keys = sorted(dice.getrandbits(128) for _ in range(LONG))       # as a trial orders texts
+    alone = {key: answers_of(dice, noise, 0) for key in keys if bh.asked_alone(key, LONG)}
+    answers = [{key: three[arm] for key, three in alone.items()} for arm in range(3)]
+    answers[0].update((key, (2,)) for key in alone if keys.index(key) >= begin)
+    return bh.excess_of(list(alone), answers)
+
+
+def differences(dice, by_digest, excess, says, call=a_call):
     """Whether any look at the differences of one run says something."""
     noise = dice.choice((0, 0.005, 0.015))
-    calls = [(dice.random(), a_call(dice, noise, excess)) for _ in range(LOOKS[-1])]
+    calls = [(dice.random(), call(dice, noise, excess)) for _ in range(LOOKS[-1])]
     for look in LOOKS:
         seen = calls[:look]
         if by_digest:
-            seen.sort()
-        if says(collections.Counter(value for _, value in seen), MARGIN):
+            seen.sort(key=lambda call: call[0])
+        values = collections.Counter(value for _, value in seen if value is not None)
+        if says(values, MARGIN):
             return True
     return False
+
+
+long_differences = functools.partial(differences, call=a_long_call)
 
 
 def failures(dice, by_digest, rate, says):
@@ -64,6 +85,9 @@ def failures(dice, by_digest, rate, says):
 CASES = (
     ("differences of 2.05 points called safe", differences, MARGIN + 0.0005, bh.shown_below),
     ("differences of 1.95 points called not safe", differences, MARGIN - 0.0005, bh.shown_above),
+    ("the same in calls of 20 called safe", long_differences, MARGIN + 0.0005, bh.shown_below),
+    ("the same in calls of 20 called not safe", long_differences, MARGIN - 0.0005,
+     bh.shown_above),
     ("failures of 5.05 % called safe", failures, MOST + 0.0005, lambda limits: limits.high <= MOST),
     ("failures of 4.95 % called not safe", failures, MOST - 0.0005,
      lambda limits: limits.low > MOST),
