@@ -6723,7 +6723,7 @@ class AuditAndApply(EndpointCase):
         place = self.place(event="apply")
         for name in ("0" * 12, "me"):
             self.edited(place, {"applied": [name]})
-            self.named('e.jsonl:%d: applied: no row before it answers item "%s"' % (
+            self.named('e.jsonl:%d: item "%s": applied, and no row answers it' % (
                 place + 1, name), "e.jsonl")
 
     def test_rows_that_changed_or_went_are_left_alone_and_recorded(self):
