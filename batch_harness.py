@@ -4919,6 +4919,11 @@ class OpenJob:
         """What a person calls it: the file of its requests, its name, or its key."""
         return str(self.intent.get("file") or self.name or self.key)
 
+    @property
+    def over(self) -> bool:
+        """Whether it is collected, or the ledger says what came of each of its requests."""
+        return self.collected or len(self.seen | self.failed) == self.size
+
     def requests(self) -> Dict[str, Dict[str, Any]]:
         """Its requests by custom id."""
         return json.loads(self._packed)  # type: ignore[no-any-return]
@@ -5257,7 +5262,8 @@ class Jobs:
             run.begin(self._header)
             self.step("intent", {"run": run.run_id, "key": key}, engine=engine, round=self._round,
                       ordinal=self._ordinal, requests=requests,
-                      sha256=self.digests(key, "requests", "manifest"), retry_params=run.retry_params,
+                      sha256=self.digests(key, "requests", "manifest"),
+                      retry_params=run.retry_params,
                       strict=run.options.order == "strict" or None, **members)
             if key in self._state.jobs:
                 yield self._state.jobs[key]
@@ -7264,7 +7270,7 @@ class Auditor:
             self._note({"batch": request["batch"], "task": row["task"]}, SUBMITTED)
             for name in request["batch"]:
                 other = waits.get(name, "")
-                if other in jobs and not jobs[other].collected:
+                if other in jobs and not jobs[other].over:
                     twice[other] = name
                 waits[name] = key
         for other, name in twice.items():
@@ -7293,10 +7299,10 @@ class Auditor:
                                {"missing + errored": lost})
 
     def _open_job(self, key: str, job: OpenJob) -> Faults:
+        results = beside(self._log.path, key + "-results", False)
         if job.collected:
             return
-        came = len(job.seen | job.failed) == job.size
-        if came or os.path.exists(beside(self._log.path, key + "-results", False)):
+        if job.over or os.path.exists(results):
             yield "not_collected", key
         else:
             self.notes.append("the job of key %s is not collected" % key)
