@@ -7497,6 +7497,10 @@ class Readme(Case):
                 ("## Into a database", bh.OUTCOMES)):
             self.assertEqual(self.names(heading), list(own), heading)
 
+    def test_it_lists_the_codes_of_audit(self):
+        listed = re.search(r"with\s+a\s+code: (.*?)[.]", self.TEXT, re.S)[1]
+        self.assertEqual(re.split(r",\s+", listed), list(bh.FAULTS))
+
     def test_its_table_of_the_ledger_names_every_member_of_an_attempt(self):
         [ask] = next(bh.plan([bh.Item("x", "7")]))
         reply = bh.Reply("x", "length", None, "m", 1, 1, "r")
