@@ -7066,7 +7066,7 @@ no_intent           %s: no row before it says what the job of key %s was to ask
 two_intents         item %s waits for the results of the job of key %s already
 created_twice       the job of key %s was made before, as %s
 intent_differs      %s is %s, and by its intent %s
-provider_total      %s is %s, and %s requests were submitted
+provider_total      the provider counts %s, and %d requests were submitted
 collected_differs   %s is %s, and by the rows of its requests %s
 result_gone         item %s: no row says what came of its request %s
 not_collected       the job of key %s: its results are there, and no row says they were collected
@@ -7138,9 +7138,8 @@ class Auditor:
         self._jobs = JobState()
         self._waits: Dict[str, Dict[str, str]] = collections.defaultdict(dict)  # task, item -> key
         self._evidence: Dict[Tuple[str, str], Tuple[int, str]] = {}     # (key, which file)
-        # (target, task) -> item -> its last outcome; target -> item -> task that was applied last
+        # (target, task) -> item -> its last outcome
         self._applied: Dict[Tuple[str, str], Dict[str, str]] = collections.defaultdict(dict)
-        self._writers: Dict[str, Dict[str, str]] = collections.defaultdict(dict)
         self._unproved: List[Tuple[int, str, str, str]] = []    # line, task, outcome, item
 
     def read(self, complete: bool) -> None:
@@ -7278,12 +7277,10 @@ class Auditor:
 
     def _collected(self, row: Entry, job: OpenJob) -> Faults:
         """What was counted at a collection must be what its rows and its intent say."""
-        counts = an_object(row.get("counts"))
-        total = counts.get("total")
-        if total is None:
-            total = sum(count for count in counts.values() if type(count) is int)
-        if total not in (0, job.size):
-            yield "provider_total", "counts", shown(counts), job.size
+        counts = {word: count for word, count in an_object(row.get("counts")).items()
+                  if type(count) is int}
+        if counts.get("total", sum(counts.values())) not in (0, job.size):
+            yield "provider_total", as_counts(counts), job.size
         yield from against(
             "intent_differs", {"items": job.items, **row}, {"items": job.items})
         answered, lost = self._accepted[row["task"], None], 0
@@ -7300,11 +7297,9 @@ class Auditor:
 
     def _open_job(self, key: str, job: OpenJob) -> Faults:
         results = beside(self._log.path, key + "-results", False)
-        if job.collected:
-            return
-        if job.over or os.path.exists(results):
+        if not job.collected and (job.over or os.path.exists(results)):
             yield "not_collected", key
-        else:
+        elif not job.collected:
             self.notes.append("the job of key %s is not collected" % key)
 
     def _file(self, name: str, digest: str) -> Faults:
@@ -7319,21 +7314,21 @@ class Auditor:
             self.counted["files beside the ledger, whose folder is not there"] += 1
 
     def _check_apply(self, row: Entry) -> Faults:
-        task: str = row["task"]
-        target = row["target"]
+        task, target = row["task"], row["target"]
         reached = self._reached.get(("task", task), {})
-        outcomes, writers = self._applied[target, task], self._writers[target]
+        outcomes = self._applied[target, task]
+        others = [known for (place, other), known in self._applied.items()
+                  if place == target and other != task]
         for outcome, names in row.items():
             for name in map(str, names if isinstance(names, list) else ()):
                 if reached.get(name) != ACCEPTED:
                     self._unproved.append((self._log.number, task, outcome, name))
-                if outcome == "applied":
-                    if outcomes.get(name) == outcome:
-                        yield "applied_twice", shown(name)
-                    writer = writers.get(name, task)
-                    self._applied[target, writer][name] = "replaced"
-                    writers[name] = task
+                if outcome == "applied" == outcomes.get(name):
+                    yield "applied_twice", shown(name)
                 outcomes[name] = outcome
+                for known in others:
+                    if outcome == "applied" == known.get(name):
+                        known[name] = "replaced"
 
     def _unanswered(self, task: str, outcome: str, name: str) -> Faults:
         """Why an outcome stands on a row, while no row before it has the answer."""
@@ -7575,11 +7570,8 @@ def print_audit(found: Mapping[str, Any], out: Speaker) -> None:
     for words in found["notes"]:
         out(words)
     for fault in found["faults"][:1000]:
-        place = [str(fault[part]) for part in ("ledger", "line") if part in fault]
-        words = fault["words"]
-        if place:
-            words = ":".join(place) + ": " + words
-        out(words)
+        place = ["%s:" % fault[part] for part in ("ledger", "line") if part in fault]
+        out(" ".join(["".join(place), fault["words"]]).strip())
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
         found["derived"], found["prompts"], len(found["faults"])))
     if found["not_checked"]:
