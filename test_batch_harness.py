@@ -6631,6 +6631,35 @@ class AuditAndApply(EndpointCase):
                 codes = [fault["code"] for fault in found["faults"]]
                 self.assertEqual(sorted(codes), sorted(rest.replace("-", "").split()), found)
 
+    def test_outcomes_count_by_target_item_and_task(self):
+        self.posts(6)
+        faults = self.codes("l.jsonl", "--complete")["faults"]
+        self.assertEqual([fault["code"] for fault in faults], ["not_applied"])
+        self.assertIn("and 5 others are accepted and not applied to a table", faults[0]["words"])
+        self.applied("--limit", "2")
+        first = self.holds("l.jsonl")
+        self.assertRegex(first, "posts.db, table posts .answer.: applied 2\n")
+        self.assertIn("table posts (answer): accepted and not yet applied 4\n", first)
+        self.named("and 3 others are accepted and not applied to ", "l.jsonl", "--complete")
+        self.applied()
+        self.assertNotIn("not yet applied", self.holds("l.jsonl", "--complete"))
+        self.failing(6, "--stage", "two")
+        self.named("and 5 others are accepted and not applied to a table", "l.jsonl", "--complete")
+        for stage in ("two", "main"):
+            self.applied("--stage", stage)
+            totals = self.codes("l.jsonl", "--complete")["totals"]
+            found = [total["outcomes"] for total in totals if total["kind"] == "target"]
+            self.assertCountEqual(found, [{"applied": 6}, {"replaced": 6}])
+
+    def test_evidence_that_did_not_travel_is_not_checked(self):
+        self.by_jobs("")
+        self.chained(self.every())
+        self.assertIn("not checked: files beside the ledger, whose folder is not there 3",
+                      self.holds("e.jsonl"))
+        found = self.codes("l.jsonl", *self.INPUT)
+        self.assertEqual((found["faults"], found["derived"], found["prompts"]), ([], 2, 1))
+        self.assertEqual(found["not_checked"], {})
+
     def test_a_quarantine_without_the_reply_that_failed_does_not_hold(self):
         self.run_(1, model="demo:empty=1")
         self.assertRegex(self.holds("l.jsonl"), "returned 1 = accepted 0 . quarantined 1\n")
