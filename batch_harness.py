@@ -7028,6 +7028,8 @@ NO_INPUT_SHOWS = ("; without --input: that ids and prompts are those of the text
 SUM = ("submitted %(submitted)d >= returned %(returned)d = accepted %(accepted)d + "
        "quarantined %(quarantined)d")
 
+FROZEN_OF = "frozen %(frozen)d >= ", "frozen at most %(frozen)d >= "   # one input, several
+
 # The code of what does not hold, and what is said of it.
 FAULTS = dict(line.split(None, 1) for line in """
 damaged_line        the line is damaged
@@ -7153,8 +7155,8 @@ class Auditor:
             self._found(self._sum(kind, name, reached))
         for key, job in self._jobs.jobs.items():
             self._found(self._open_job(key, job))
-        for (key, what), (line, digest) in self._evidence.items():
-            self._found(self._file(key + "-" + what, digest), line)
+        for file, (line, digest) in self._evidence.items():
+            self._found(self._file("%s-%s" % file, digest), line)
         for line, task, outcome, name in self._unproved:
             self._found(self._unanswered(task, outcome, name), line)
         self._found(self._targets(complete))
@@ -7515,14 +7517,13 @@ def total_words(total: Mapping[str, Any]) -> Iterator[str]:
         if total["not_applied"]:
             yield "%saccepted and not yet applied %d" % (place, total["not_applied"])
         return
-    words = SUM
+    words = "%(kind)s %(name)s: "
+    if total["kind"] == "task":
+        words += FROZEN_OF[total["inputs"] > 1]
+    words += SUM
     if total["unfinished"]:
         words += " + unfinished %(unfinished)d"
-    if total.get("inputs", 0) > 1:
-        words = "frozen at most %(frozen)d >= " + words
-    elif "inputs" in total:
-        words = "frozen %(frozen)d >= " + words
-    yield ("%(kind)s %(name)s: " + words) % total
+    yield words % total
 
 
 def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -8219,8 +8220,8 @@ def check_keys(source: Source, marks: Iterable[Sequence[int]], options: Settings
                 found.setdefault(row.key, "%s in lines %d and %d" % (row.key, line, row.line))
     if not found:
         return
-    words = "%d of your own keys stand on two different texts: %s" % (
-        len(found), ", ".join(list(found.values())[:5]))
+    shown_first = ", ".join(itertools.islice(found.values(), 5))
+    words = "%d of your own keys stand on two different texts: %s" % (len(found), shown_first)
     if options.unique_ids:
         raise HarnessError(words + "; make them unique, or name another --id-field")
     say("%s; answers go by the text, but your key does not tell them apart" % words)
