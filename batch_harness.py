@@ -74,7 +74,6 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, lambda number, frame: leave(STARTING))
 
 import argparse
-import array
 import binascii
 import collections
 import contextlib
@@ -8230,6 +8229,7 @@ def check_keys(source: Source, marks: Iterable[Sequence[int]], options: Settings
 def frozen_arms(options: Settings, task: Task, source: Source,
                 say: Speaker) -> Tuple[List[Pending], InputCount]:
     """What is to be asked at each size, and the input as a first pass finds it."""
+    import array
     trial = options.command == "trial"
     sizes = options.sizes if trial else (options.batch_size,)
     state = State(task, 0 if trial else None)
