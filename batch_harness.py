@@ -1470,6 +1470,7 @@ class Settings(NamedTuple):
     table: str = ""
     query: Optional[str] = None
     skip_bad: bool = False
+    unique_ids: bool = False
     id_length: int = ID_LENGTH
     shard: Tuple[int, int] = (1, 1)
     # ---- task and model ----
@@ -1524,6 +1525,7 @@ class Settings(NamedTuple):
     fail_unless_safe: int = 0                   # 0: it is not asked
     html: Optional[str] = None
     json: bool = False
+    complete: bool = False
     output: str = "-"
     raw_csv: bool = False
     export_columns: str = "answers"
@@ -5049,6 +5051,7 @@ class OpenJob:
 
     name = ""                   # what it is called where it runs; "" while that is not known
     file = ""                   # the file of its requests at the provider
+    results = None              # SHA-256 of the results that were collected last
     collected = False
 
     def __init__(self, row: Mapping[str, Any]) -> None:
@@ -5065,6 +5068,11 @@ class OpenJob:
     def called(self) -> str:
         """What a person calls it: the file of its requests, its name, or its key."""
         return str(self.intent.get("file") or self.name or self.key)
+
+    @property
+    def over(self) -> bool:
+        """Whether it is collected, or the ledger says what came of each of its requests."""
+        return self.collected or len(self.seen | self.failed) == self.size
 
     def requests(self) -> Dict[str, Dict[str, Any]]:
         """Its requests by custom id."""
@@ -5112,6 +5120,7 @@ class JobState:
             job.name = row.get("job", "")
         else:
             job.collected = True
+            job.results = an_object(row.get("sha256")).get("results")
         if step in ("collected", "abandoned"):
             self.lost.discard(key)
             if self._task:
@@ -5159,12 +5168,14 @@ class Intake:
             return False
         lost = self._verdicts["no reply"]
         run.tally.unanswered += lost
-        if job.collected and not tally["rows"]:
-            jobs.say("job %s: nothing new, its results were collected before" % self._name)
-        else:
+        new = tally["rows"] or not job.collected
+        if new or job.results not in (None, members["sha256"]["results"]):
             named = ("unknown", "repeated", "crossed", "missing", "errored")
             jobs.step("collected", job.intent, job=self._name, items=job.items, **members,
                       **{what: tally[what] for what in named})
+        if not new:
+            jobs.say("job %s: nothing new, its results were collected before" % self._name)
+        else:
             jobs.say("job %s: %d items submitted, %d came back; by verdict: %s" % (
                 self._name, job.items, job.items - lost, as_counts(self._verdicts)))
         vain = run.in_vain()
@@ -5400,7 +5411,9 @@ class Jobs:
             requests = self._written(key, itertools.chain([first], asks))
             run.begin(self._header)
             self.step("intent", {"run": run.run_id, "key": key}, engine=engine, round=self._round,
-                      ordinal=self._ordinal, requests=requests, retry_params=run.retry_params,
+                      ordinal=self._ordinal, requests=requests,
+                      sha256=self.digests(key, "requests", "manifest"),
+                      retry_params=run.retry_params,
                       strict=run.options.order == "strict" or None, **members)
             if key in self._state.jobs:
                 yield self._state.jobs[key]
@@ -5537,8 +5550,13 @@ class Jobs:
 
     def take(self, job: OpenJob, name: str, **members: Any) -> bool:
         """Take in the results of a job that lie beside the ledger; whether it is collected."""
+        digests = self.digests(job.key, "results")
         with open(self.beside(job.key + "-results"), "rb") as file:
-            return Intake(self, job, name, file).take(members)
+            return Intake(self, job, name, file).take({**members, "sha256": digests})
+
+    def digests(self, key: str, *names: str) -> Dict[str, str]:
+        """SHA-256 of files of a job, as they lie beside the ledger now."""
+        return {name: file_digest(self.beside(key + "-" + name)) for name in names}
 
     # ---- patience ----
 
@@ -5644,11 +5662,12 @@ def run_by_jobs(run: Run, header: Callable[[], Mapping[str, Any]], state: JobSta
 
 # ---- files of requests, and of results ----
 
-def beside(ledger: str, name: str) -> str:
-    """Where something lies beside a ledger, in a folder that is there."""
+def beside(ledger: str, name: str, made: bool = True) -> str:
+    """Where something lies beside a ledger; the folder is made there, or left as it is."""
     folder = os.path.splitext(ledger)[0] + "-jobs"
     with contextlib.suppress(OSError):          # whoever writes there says what is wrong
-        os.makedirs(folder, exist_ok=True)
+        if made:
+            os.makedirs(folder, exist_ok=True)
     return os.path.join(folder, name + ".jsonl")
 
 
@@ -5660,6 +5679,14 @@ def read_parts(path: str) -> Iterator[bytes]:
             yield from iter(lambda: stream.read(PART), b"")
     except (*NOT_READ, ImportError) as error:
         raise HarnessError("cannot read %s: %s; check the file" % (path, error))
+
+
+def file_digest(path: str) -> str:
+    """SHA-256 of a file."""
+    whole = hashlib.sha256()
+    for part in read_parts(path):
+        whole.update(part)
+    return whole.hexdigest()
 
 
 def check_target(path: str) -> None:
@@ -7247,17 +7274,83 @@ NO_LEDGER_SHOWS = (
 NO_INPUT_SHOWS = ("; without --input: that ids and prompts are those of the texts, and sources, "
                   "items and digest those of the input")
 
+SUM = ("submitted %(submitted)d >= returned %(returned)d = accepted %(accepted)d + "
+       "quarantined %(quarantined)d")
+
+FROZEN_OF = "frozen %(frozen)d >= ", "frozen at most %(frozen)d >= "   # one input, several
+
+# The code of what does not hold, and what is said of it.
+FAULTS = dict(line.split(None, 1) for line in """
+damaged_line        the line is damaged
+no_row              it is whole JSON and no row: edited, or of another version
+broken_chain        it does not follow the line before (edited, removed or repeated)
+unknown_kind        a row of an unknown kind, %s
+stray_answers       a row of kind %s holds answers
+bad_task            the task of run %s cannot be read: %s
+task_differs        %s is %s, and by its task %s
+run_differs         %s is %s, and by its run %s
+no_run              no run row %s stands before it
+no_arm              its run has no arm %s
+no_id               its batch names what is no id
+input_differs       %s is %s, and by the input %s
+frozen_differs      %s is %s, and by the input of its digest %s
+digest_differs      the digest of run %s is not that of its items
+too_many_items      task %s: %d items submitted, and %d were frozen
+other_input         %s holds the texts of none of these prompts; check --input and --text-field
+text_differs        %s is %s, and by its text %s
+verdict_differs     its verdict is %s, and its reply is %s today (%s)
+reply_differs       %s is %s, and by its reply %s
+answer_differs      item %s: the answer %s is not that of its reply, %s
+accepted_twice      item %s was accepted before
+two_answers         %s
+calls_differ        %s is %s, and by the calls before it %s
+no_batch            batch_id is neither that of its items nor of a batch of them that failed before
+attempt_too_soon    attempt %d, and none before it of these items failed
+attempt_twice       attempt %d, and that is on the ledger before
+attempt_too_many    attempt %d, and its run makes %d
+size_differs        size is %d, and its run asks at %s
+early_quarantine    it puts its items into quarantine, and calls were left to be made
+bare_quarantine     it quarantines items, and no reply about them that came before has its verdict
+no_request          no open request of a job has the custom id %s
+request_differs     %s is %s, and by its request %s
+no_intent           %s: no row before it says what the job of key %s was to ask
+two_intents         item %s waits for the results of the job of key %s already
+created_twice       the job of key %s was made before, as %s
+intent_differs      %s is %s, and by its intent %s
+provider_total      the provider counts %s, and %d requests were submitted
+collected_differs   %s is %s, and by the rows of its requests %s
+result_gone         item %s: no row says what came of its request %s
+not_collected       the job of key %s: its results are there, and no row says they were collected
+evidence_differs    %s is not the file that was written: its SHA-256 is another
+evidence_gone       %s is gone
+applied_unanswered  item %s: %s, and no row answers it
+applied_too_soon    item %s: %s, and no row before it answers it
+applied_other_task  item %s: %s, and only another task has an answer for it
+applied_twice       item %s: applied, and it was before
+not_applied         item %s and %d others are accepted and not applied to %s
+""".strip().split("\n"))
+
 Entry = Mapping[str, Any]               # a row of a ledger
-Faults = Iterator[str]                  # what does not hold, in words
+Faults = Iterable[Tuple[Any, ...]]      # what does not hold: a code, and what its words take
 Course = Tuple[str, Optional[int]]      # (task, arm): in each an answer is accepted at most once
 
 
-def against(said: Entry, by: str, derived: Entry) -> Faults:
+def against(code: str, said: Entry, derived: Entry) -> Faults:
     """The members that are not what is derived.  One that is empty may be left out."""
     for name, value in derived.items():
         now = said.get(name, type(value)())
         if now != value:
-            yield "%s is %s, and by %s %s" % (name, shown(now), by, shown(value))
+            yield code, name, shown(now), shown(value)
+
+
+def fault_of(fault: Sequence[Any], ledger: str = "", line: int = 0,
+             batch: Any = None) -> Dict[str, Any]:
+    """A fault as data: code, ledger, line, batch, item and words; what is not known is left out."""
+    code, *members = fault
+    words = FAULTS[code] % tuple(members)
+    item = re.match(r'item "?(\w+)', words)
+    return compact({"code": code, "ledger": ledger, "line": line or None, "batch": batch,
+                    "item": item and item[1], "words": words})
 
 
 def shortened(ids: Iterable[str]) -> List[str]:
@@ -7271,15 +7364,19 @@ OLDER = "prompts in the frame of an earlier version"
 class Auditor:
     """Checks the rows of one ledger as they go by.
 
-    `faults` is what does not hold, by line.  `counted` is added to: answers "derived" again,
-    "prompts" rebuilt, and, in words, what could not be checked.  `texts`: the input by id, if any.
+    `faults` is what does not hold, `totals` the numbers that must add up, both as data; `notes` is
+    what is to be known beside them.  `counted` is added to: answers "derived" again, "prompts"
+    rebuilt, and, in words, what could not be checked.  `texts`: the input by id, if any.
     """
 
-    def __init__(self, texts: Mapping[str, Item], counted: Counter[str]) -> None:
+    def __init__(self, log: Log, texts: Mapping[str, Item], counted: Counter[str]) -> None:
         self.texts = texts
         self.counted = counted
-        self.faults: List[str] = []
-        self.tasks: Dict[str, Task] = {}        # by fingerprint
+        self.faults: List[Dict[str, Any]] = []
+        self.totals: List[Dict[str, Any]] = []
+        self.notes: List[str] = []
+        self.tasks: Dict[str, Task] = {}        # by fingerprint, the one that ran last at the end
+        self._log = log
         # run -> its row, its task or None where that cannot be read, how its prompts begin
         self._runs: Dict[str, Tuple[Entry, Optional[Task], str]] = {}
         self._same_input: Set[str] = set()      # runs that froze the very texts of the input
@@ -7292,32 +7389,44 @@ class Auditor:
         self._sizes: Set[Tuple[Course, str, int]] = set()           # of these batches
         self._batches: Dict[str, Sequence[str]] = {}                # batch_id -> ids of what failed
         self._requests: Dict[str, Any] = {}     # custom id -> its request, until its reply
-        self._jobs: Set[str] = set()            # keys of jobs that are not collected
-        self._applied: Dict[str, Dict[str, str]] = collections.defaultdict(dict)    # by target
+        self._jobs = JobState()
+        self._waits: Dict[str, Dict[str, str]] = collections.defaultdict(dict)  # task, item -> key
+        self._evidence: Dict[Tuple[str, str], Tuple[int, str]] = {}     # (key, which file)
+        # (target, task) -> item -> its last outcome
+        self._applied: Dict[Tuple[str, str], Dict[str, str]] = collections.defaultdict(dict)
+        self._unproved: List[Tuple[int, str, str, str]] = []    # line, task, outcome, item
 
-    def read(self, log: Log) -> Iterator[str]:
-        """Check every row; then what is to be known, and the numbers that must add up, in words."""
-        for row in log:
-            self.faults += ["%d: %s" % (log.number, words) for words in self._row(row)]
-        yield from self._lines(log)
+    def read(self, complete: bool) -> None:
+        """Check every row; then what must add up.  `complete`: all must have been applied."""
+        for row in self._log:
+            self._found(self._row(row), self._log.number, row.get("batch_id"))
+        self._lines()
         for run in self._runs.keys() - self._same_input:
-            self._other_input(run)
+            self._found(self._other_input(run))
         for (kind, name), reached in sorted(self._reached.items()):
-            yield "%s %s: %s" % (kind, name, self._sum(kind, name, reached))
-        for key in sorted(self._jobs):
-            yield "the job of key %s is not collected" % key
-        for target, outcomes in sorted(self._applied.items()):
-            yield "%s: %s" % (target, as_counts(collections.Counter(outcomes.values())))
+            self._found(self._sum(kind, name, reached))
+        for key, job in self._jobs.jobs.items():
+            self._found(self._open_job(key, job))
+        for file, (line, digest) in self._evidence.items():
+            self._found(self._file("%s-%s" % file, digest), line)
+        for line, task, outcome, name in self._unproved:
+            self._found(self._unanswered(task, outcome, name), line)
+        self._found(self._targets(complete))
+
+    def _found(self, faults: Faults, line: int = 0, batch: Any = None) -> None:
+        for fault in faults:
+            self.faults.append(fault_of(fault, self._log.path, line, batch))
 
     def _row(self, row: Entry) -> Faults:
         kind = row["event"]
         check = getattr(self, "_check_" + kind, None)
         if check is None:
-            yield "a row of an unknown kind, %s" % shown(kind)
+            yield "unknown_kind", shown(kind)
         else:
             yield from check(row) or ()
         if kind != "attempt" and "answers" in row:
-            yield "a row of kind %s holds answers" % shown(kind)
+            yield "stray_answers", shown(kind)
+        self._jobs.apply(row)
 
     def _check_run(self, row: Entry) -> Faults:
         run, task, head = row["run"], None, ""      # these where the task cannot be read
@@ -7325,10 +7434,11 @@ class Auditor:
             task = task_of(row)
             head = prompt_head(task)
         except HarnessError as error:
-            yield "the task of run %s cannot be read: %s" % (run, error)
+            yield "bad_task", run, error
         else:
-            yield from against(
-                row, "its task", {"fingerprint": task.fingerprint, "stage": task.stage})
+            yield from against("task_differs", row, {
+                "fingerprint": task.fingerprint, "stage": task.stage})
+            self.tasks.pop(task.fingerprint, None)
             self.tasks[task.fingerprint] = task
         self._runs[run] = row, task, head
         shard = re.match(r"(\d{1,9})/([1-9]\d{0,8})\Z", str(row.get("shard")))
@@ -7336,21 +7446,21 @@ class Auditor:
         ids = [name for name in sorted(self.texts) if int(name[:ID_LENGTH], 16) % parts == part - 1]
         if row.get("digest") == ids_digest(ids):
             self._same_input.add(run)
-            yield from against(row, "the input of its digest", {"items": len(ids)})
+            yield from against("frozen_differs", row, {"items": len(ids)})
 
     def _check_attempt(self, row: Entry) -> Faults:
         ids = row["batch"]
         if min(map(len, ids)) < ID_LENGTH or DIGITS_ONLY.match("".join(ids)) is None:
-            yield "its batch names what is no id"
+            yield "no_id",
             return
         run, task, head = self._runs.get(row["run"], ({}, None, ""))
         arms = range(len(run.get("arms", ())))
         if not run:
-            yield "no run row %s stands before it" % shown(row["run"])
+            yield "no_run", shown(row["run"])
         elif row.get("arm") not in (arms or [None]):
-            yield "its run has no arm %s" % row.get("arm")
+            yield "no_arm", row.get("arm")
         elif task is not None:
-            yield from against(row, "its run", {
+            yield from against("run_differs", row, {
                 "task": task.fingerprint, "stage": task.stage, "form": task.form})
             yield from self._judged(row, task, run)
             yield from self._placed(row, run)
@@ -7366,9 +7476,9 @@ class Auditor:
         if name is not None:
             request = self._requests.pop(name, None)
             if request is None:
-                yield "no open request of a job has the custom id %s" % name
+                yield "no_request", name
             else:
-                yield from against(row, "its request", {
+                yield from against("request_differs", row, {
                     word: request[word] for word in request.keys() & row.keys() - {"sources"}})
 
     def _check_quarantine(self, row: Entry) -> Faults:
@@ -7376,7 +7486,7 @@ class Auditor:
         course = row["task"], row.get("arm")
         call = course, row["batch_id"], tuple(row["batch"]), row["attempt"]
         if self._failed.get(call) != (row["run"], row["verdict"]):
-            yield "it quarantines items, and no reply about them that came before has its verdict"
+            yield "bare_quarantine",
         self._held[course].update(shortened(row["batch"]))
         self._note(row, SET_ASIDE)
         yield from self._digests(row)
@@ -7386,23 +7496,118 @@ class Auditor:
             self._batches.setdefault(str(row.get("batch_id")), row["batch"])
             self._note(row, SUBMITTED)
 
-    def _check_job(self, row: Entry) -> None:
+    def _check_job(self, row: Entry) -> Faults:
+        key, step = row["key"], row["step"]
+        job = self._jobs.jobs.get(key)
+        for what, digest in an_object(row.get("sha256")).items():
+            self._evidence[key, what] = self._log.number, digest
         if "requests" in row:
-            self._jobs.add(row["key"])
-            self._requests.update(row["requests"])
-            for request in row["requests"].values():
-                self._note({"batch": request["batch"], "task": row["task"]}, SUBMITTED)
-        elif row["step"] in ("collected", "abandoned"):
-            self._jobs.discard(row["key"])
+            yield from self._intended(row, key)
+        elif job is None:
+            if key not in self._jobs.lost:
+                yield "no_intent", step, key
+        elif step == "created" and job.name:
+            yield "created_twice", key, job.name
+        elif step == "collected":
+            yield from self._collected(row, job)
+        elif step == "abandoned":
+            self._evidence = {file: known for file, known in self._evidence.items()
+                              if file[0] != key}
+
+    def _intended(self, row: Entry, key: str) -> Faults:
+        """What a job is to ask must not wait in another one; one such item is named."""
+        jobs, waits = self._jobs.jobs, self._waits[row["task"]]
+        self._requests.update(row["requests"])
+        twice = {}
+        for request in row["requests"].values():
+            self._note({"batch": request["batch"], "task": row["task"]}, SUBMITTED)
+            for name in request["batch"]:
+                other = waits.get(name, "")
+                if other in jobs and not jobs[other].over:
+                    twice[other] = name
+                waits[name] = key
+        for other, name in twice.items():
+            yield "two_intents", name, other
+
+    def _collected(self, row: Entry, job: OpenJob) -> Faults:
+        """What was counted at a collection must be what its rows and its intent say."""
+        counts = {word: count for word, count in an_object(row.get("counts")).items()
+                  if type(count) is int}
+        if counts.get("total", sum(counts.values())) not in (0, job.size):
+            yield "provider_total", as_counts(counts), job.size
+        yield from against(
+            "intent_differs", {"items": job.items, **row}, {"items": job.items})
+        answered, lost = self._accepted[row["task"], None], 0
+        for number, (name, request) in enumerate(job.requests().items(), 1):
+            if number in job.seen or not answered.isdisjoint(map(key_of, request["text_sha"])):
+                continue
+            lost += number in job.failed
+            if number not in job.failed:
+                yield "result_gone", request["batch"][0], name
+        named = [row[word] for word in ("missing", "errored") if type(row.get(word)) is int]
+        if named:
+            yield from against("collected_differs", {"missing + errored": sum(named)},
+                               {"missing + errored": lost})
+
+    def _open_job(self, key: str, job: OpenJob) -> Faults:
+        results = beside(self._log.path, key + "-results", False)
+        if not job.collected and (job.over or os.path.exists(results)):
+            yield "not_collected", key
+        elif not job.collected:
+            self.notes.append("the job of key %s is not collected" % key)
+
+    def _file(self, name: str, digest: str) -> Faults:
+        """A file beside the ledger must be the one that its row tells of."""
+        path = beside(self._log.path, name, False)
+        if os.path.exists(path):
+            if file_digest(path) != digest:
+                yield "evidence_differs", path
+        elif os.path.exists(os.path.dirname(path)):
+            yield "evidence_gone", path
+        else:
+            self.counted["files beside the ledger, whose folder is not there"] += 1
 
     def _check_apply(self, row: Entry) -> Faults:
-        reached = self._reached["task", row["task"]]
-        for outcome in OUTCOMES:
-            for name in row.get(outcome, []):
-                self._applied[row["target"]][name] = outcome
+        task, target = row["task"], row["target"]
+        reached = self._reached.get(("task", task), {})
+        outcomes = self._applied[target, task]
+        others = [known for (place, other), known in self._applied.items()
+                  if place == target and other != task]
+        for outcome, names in row.items():
+            for name in map(str, names if isinstance(names, list) else ()):
                 if reached.get(name) != ACCEPTED:
-                    yield "%s: no row before it answers item %s" % (outcome, shown(name))
+                    self._unproved.append((self._log.number, task, outcome, name))
+                if outcome == "applied" == outcomes.get(name):
+                    yield "applied_twice", shown(name)
+                outcomes[name] = outcome
+                for known in others:
+                    if outcome == "applied" == known.get(name):
+                        known[name] = "replaced"
 
+    def _unanswered(self, task: str, outcome: str, name: str) -> Faults:
+        """Why an outcome stands on a row, while no row before it has the answer."""
+        code = "applied_unanswered"
+        if self._reached.get(("task", task), {}).get(name) == ACCEPTED:
+            code = "applied_too_soon"
+        elif any(reached.get(name) == ACCEPTED for reached in self._reached.values()):
+            code = "applied_other_task"
+        yield code, shown(name), outcome
+
+    def _targets(self, complete: bool) -> Faults:
+        """What became of the answers at each target; all of a stage's last task are to be there."""
+        last = {task.stage: task.fingerprint for task in self.tasks.values()}
+        written = {task for _, task in self._applied}
+        places = {*self._applied, *(("a table", task) for task in last.values()
+                                    if complete and task not in written)}
+        for target, task in sorted(places):
+            outcomes = self._applied.get((target, task), {})
+            left = [name for name, step in self._reached.get(("task", task), {}).items()
+                    if step == ACCEPTED and name not in outcomes]
+            self.totals.append({
+                "kind": "target", "name": target, "task": task, "not_applied": len(left),
+                "outcomes": collections.Counter(outcomes.values())})
+            if left and complete and task in last.values():
+                yield "not_applied", left[0], len(left) - 1, target
     def _judged(self, row: Entry, task: Task, run: Entry) -> Faults:
         """What a row says of its reply must be what the reply says today."""
         verdict, detail = row["verdict"], str(row.get("detail"))
@@ -7419,10 +7624,9 @@ class Auditor:
         if verdict == "not_json" and "reply" not in row and detail.startswith(NO_TEXT):
             self.counted["verdicts on replies that were no text"] += 1
         elif verdict != proof.code:
-            yield "its verdict is %s, and its reply is %s today (%s)" % (
-                verdict, proof.code, proof.detail)
+            yield "verdict_differs", verdict, proof.code, proof.detail
         else:
-            yield from against(row, "its reply", {
+            yield from against("reply_differs", row, {
                 "missing": list(proof.missing), "extra": list(proof.extra),
                 "normalised": list(proof.normalised), "reordered": proof.reordered})
 
@@ -7434,12 +7638,11 @@ class Auditor:
         if encode(derived) != encode(answers):
             for name, answer in derived.items():
                 if _sorted_json(answer) != _sorted_json(answers[name]):
-                    yield "item %s: the answer %s is not that of its reply, %s" % (
-                        name, shown(answers[name]), shown(answer))
+                    yield "answer_differs", name, shown(answers[name]), shown(answer)
         before = self._accepted[row["task"], row.get("arm")]
         for name, key in zip(ids, map(key_of, row["text_sha"])):
             if key in before:
-                yield "item %s was accepted before" % name
+                yield "accepted_twice", name
             before.add(key)
 
     def _placed(self, row: Entry, run: Entry) -> Faults:
@@ -7452,31 +7655,31 @@ class Auditor:
         if own:
             again = not self._held[course].isdisjoint(items)
         if own or again:
-            yield from against(row, "the calls before it", {"fallback": again})
+            yield from against("calls_differ", row, {"fallback": again})
         else:
-            yield "batch_id is neither that of its items nor of a batch of them that failed before"
+            yield "no_batch",
         if attempt > 1 and (course, name, ids, attempt - 1) not in self._failed:
-            yield "attempt %d, and none before it of these items failed" % attempt
+            yield "attempt_too_soon", attempt
         call = course, name, ids, attempt
         if self._failed.get(call, ("", ""))[0] == row["run"]:
-            yield "attempt %d, and that is on the ledger before" % attempt
+            yield "attempt_twice", attempt
         nominal = run["arms"][row["arm"]] if "arm" in row else run.get("batch_size")
         alone = own and again and size == 1
         if len(ids) > size or not (
                 size == nominal or alone or (course, name, size) in self._sizes):
-            yield "size is %d, and its run asks at %s" % (size, nominal)
+            yield "size_differs", size, nominal
         policy = an_object(run.get("policy"))
         most = policy.get("attempts")
         if type(most) is not int:               # the row of the run was edited
             most = attempt
         if attempt > most:
-            yield "attempt %d, and its run makes %d" % (attempt, most)
+            yield "attempt_too_many", attempt, most
         if "quarantined" in row:
             self._held[course].update(items)
             parts = len(ids) > 1 and policy.get("on_failure") != "exclude"
             repeated = own and not row["fallback"] and row["verdict"] not in HOPELESS
             if parts or repeated and attempt < most:
-                yield "it puts its items into quarantine, and calls were left to be made"
+                yield "early_quarantine",
         if row["verdict"] != "ok":
             self._failed[call] = row["run"], row["verdict"]
             self._sizes.add((course, name, size))
@@ -7485,7 +7688,7 @@ class Auditor:
 
     def _digests(self, row: Entry) -> Faults:
         digests = dict(zip(row["batch"], row.get("text_sha", ())))
-        yield from against(digests, "its text", {
+        yield from against("text_differs", digests, {
             name: self.texts[name].digest[:32] for name in digests.keys() & self.texts.keys()})
 
     def _asked(self, row: Entry, task: Task, head: str) -> Faults:
@@ -7506,7 +7709,7 @@ class Auditor:
         if row["run"] in self._same_input:
             sources = [item.source and _source_value(item.source) for item in items]
             derived["sources"] = sources if any(key is not None for key in sources) else []
-        yield from against(row, "the input", derived)
+        yield from against("input_differs", row, derived)
 
     def _note(self, row: Entry, step: int) -> None:
         """Note how far a row's items have come, in its run, its job and its task."""
@@ -7517,25 +7720,25 @@ class Auditor:
                 reached = self._reached[kind, str(name)]
                 reached.update({item: step for item in row["batch"] if reached.get(item, 0) < step})
 
-    def _lines(self, log: Log) -> Iterator[str]:
+    def _lines(self) -> None:
         """Name the lines that hold no row of the chain; those that were cut are no fault."""
-        wrong = {
-            **dict.fromkeys(log.damaged, "the line is damaged"),
-            **dict.fromkeys(
-                log.strange, "it is whole JSON and no row: edited, or of another version"),
-            **dict.fromkeys(
-                log.broken, "it does not follow the line before (edited, removed or repeated)")}
-        self.faults += ["%d: %s" % (number, words)
-                        for number, words in wrong.items() if number not in log.closed]
+        log = self._log
+        wrong = {**dict.fromkeys(log.damaged, "damaged_line"),
+                 **dict.fromkeys(log.strange, "no_row"),
+                 **dict.fromkeys(log.broken, "broken_chain")}
+        for number, code in wrong.items():
+            if number not in log.closed:
+                self._found([(code,)], number)
         if log.closed:
-            yield "%d lines were cut, and closed off by a later run (%s)" % (
-                len(log.closed), some_of(log.closed))
+            self.notes.append("%d lines were cut, and closed off by a later run (%s)" % (
+                len(log.closed), some_of(log.closed)))
         if log.torn is not None:
-            yield "the last line (%d) is cut or garbage; the next run closes it off" % log.torn
+            self.notes.append(
+                "the last line (%d) is cut or garbage; the next run closes it off" % log.torn)
         if not log.number:
-            yield "the ledger is empty"
+            self.notes.append("the ledger is empty")
 
-    def _other_input(self, run: str) -> None:
+    def _other_input(self, run: str) -> Faults:
         """A run whose digest is not the input's: it froze another one or a part, or was changed."""
         row = self._runs[run][0]
         reached = self._reached.get(("run", run), {})
@@ -7544,25 +7747,41 @@ class Auditor:
             return
         self.counted["runs that froze another input or a part of it"] += 1
         if len(asked) == len(reached) == row.get("items"):
-            self.faults.append(" the digest of run %s is not that of its items" % run)
+            yield "digest_differs", run
 
-    def _sum(self, kind: str, name: str, reached: Mapping[str, int]) -> str:
+    def _sum(self, kind: str, name: str, reached: Mapping[str, int]) -> Faults:
         """How far the items of a run, job or task have come, as a sum; a task's were frozen."""
-        total, tally = len(reached), collections.Counter(reached.values())
-        words = "submitted %d >= returned %d = accepted %d + quarantined %d" % (
-            total, total - tally[SUBMITTED], tally[ACCEPTED], tally[SET_ASIDE])
-        if tally[RETURNED]:
-            words += " + unfinished %d" % tally[RETURNED]
-        if kind != "task":
-            return words
-        inputs = {str(row.get("digest")): row["items"] for row, _, _ in self._runs.values()
-                  if row["fingerprint"] == name and type(row.get("items")) is int}
-        frozen = sum(inputs.values())
-        if total > frozen:
-            self.faults.append(" task %s: %d items submitted, and %d were frozen" % (
-                name, total, frozen))
-        several = "at most " if len(inputs) > 1 else ""         # inputs may share texts
-        return "frozen %s%d >= %s" % (several, frozen, words)
+        submitted, tally = len(reached), collections.Counter(reached.values())
+        total: Dict[str, Any] = {
+            "kind": kind, "name": name, "submitted": submitted,
+            "returned": submitted - tally[SUBMITTED], "accepted": tally[ACCEPTED],
+            "quarantined": tally[SET_ASIDE], "unfinished": tally[RETURNED]}
+        self.totals.append(total)
+        if kind == "task":
+            inputs = {str(row.get("digest")): row["items"] for row, _, _ in self._runs.values()
+                      if row["fingerprint"] == name and type(row.get("items")) is int}
+            total["inputs"] = len(inputs)               # they may share texts
+            total["frozen"] = sum(inputs.values())
+            if submitted > total["frozen"]:
+                yield "too_many_items", name, submitted, total["frozen"]
+
+
+def total_words(total: Mapping[str, Any]) -> Iterator[str]:
+    """A total of an Auditor, as lines."""
+    if total["kind"] == "target":
+        place = "task %(task)s, %(name)s: " % total
+        if total["outcomes"]:
+            yield place + as_counts(total["outcomes"])
+        if total["not_applied"]:
+            yield "%saccepted and not yet applied %d" % (place, total["not_applied"])
+        return
+    words = "%(kind)s %(name)s: "
+    if total["kind"] == "task":
+        words += FROZEN_OF[total["inputs"] > 1]
+    words += SUM
+    if total["unfinished"]:
+        words += " + unfinished %(unfinished)d"
+    yield words % total
 
 
 def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
@@ -7574,33 +7793,48 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
                      for row in source.rows() if row.error is None]
         texts = {item.id: item for item in reversed(items)}         # of equal texts the first
     counted: Counter[str] = collections.Counter()
-    faults: List[str] = []
+    found: Dict[str, Any] = {"faults": [], "totals": [], "notes": []}
     tasks: Dict[str, Task] = {}
     paths = each_once(options.ledgers)
     for path in paths:
-        auditor = Auditor(texts, counted)
-        for words in auditor.read(Log(path)):
-            out("%s: %s" % (path, words))
-        faults += [path + ":" + words for words in auditor.faults]
+        auditor = Auditor(Log(path), texts, counted)
+        auditor.read(options.complete)
+        found["faults"] += auditor.faults
+        found["totals"] += [{"ledger": path, **total} for total in auditor.totals]
+        found["notes"] += ["%s: %s" % (path, words) for words in auditor.notes]
         tasks.update(auditor.tasks)
     if len(paths) > 1:
         for task in tasks.values():
             try:
                 settled_places(paths, task)
             except HarnessError as error:
-                faults.append(str(error))
-    derived, prompts = counted.pop("derived", 0), counted.pop("prompts", 0)
-    if texts and derived and not prompts and not counted[OLDER]:
-        faults.append("%s holds the texts of none of these prompts; check --input and --text-field"
-                      % options.input)
-    for words in faults[:1000]:
+                found["faults"].append(fault_of(("two_answers", error)))
+    found.update(derived=counted.pop("derived", 0), prompts=counted.pop("prompts", 0))
+    if texts and found["derived"] and not found["prompts"] and not counted[OLDER]:
+        found["faults"].append(fault_of(("other_input", options.input)))
+    found["not_checked"] = counted
+    if options.json:
+        out(json.dumps(found, indent=1), wrap=False)
+    else:
+        print_audit(found, out)
+        out(NO_LEDGER_SHOWS + ("" if texts else NO_INPUT_SHOWS))
+    return QUARANTINED_LEFT if found["faults"] else DONE
+
+
+def print_audit(found: Mapping[str, Any], out: Speaker) -> None:
+    """What an audit found, as text; of the faults the first thousand."""
+    for total in found["totals"]:
+        for words in total_words(total):
+            out("%s: %s" % (total["ledger"], words))
+    for words in found["notes"]:
         out(words)
+    for fault in found["faults"][:1000]:
+        place = ["%s:" % fault[part] for part in ("ledger", "line") if part in fault]
+        out(" ".join(["".join(place), fault["words"]]).strip())
     out("%d answers derived from their replies again, %d prompts rebuilt; %d things do not hold" % (
-        derived, prompts, len(faults)))
-    if counted:
-        out("not checked: " + as_counts(counted))
-    out(NO_LEDGER_SHOWS + ("" if texts else NO_INPUT_SHOWS))
-    return QUARANTINED_LEFT if faults else DONE
+        found["derived"], found["prompts"], len(found["faults"])))
+    if found["not_checked"]:
+        out("not checked: " + as_counts(found["not_checked"]))
 
 
 CHUNK = 1000                                # rows of one transaction
@@ -7979,6 +8213,8 @@ input:
     --table NAME                table of an SQLite file
     --query SQL                 query on an SQLite file
     --skip-bad                  go on without bad rows
+  run trial emit
+    --unique-ids                refuse an own key that stands on two different texts
 ledger:
   run trial emit collect explain apply
     --ledger FILE               default %s
@@ -8040,7 +8276,10 @@ reading:
     --gold-field NAME           field of the input that holds the right answer
     --fail-unless-safe N        exit 1 unless size N is safe
     --html FILE                 also as one page, with the first texts and answers (--input)
+  report audit
     --json                      as data
+  audit
+    --complete                  an answer that was not applied is a fault, too
   export
     -o/--output FILE            .csv, .db (SQLite) or .jsonl (default stdout)
     --columns answers|provenance|all    default answers: yours, answers; all: the origin, too
@@ -8216,11 +8455,48 @@ def check_collision(source: Source, state: State, length: int) -> None:
         % (shared, places[0], places[1]))
 
 
-def frozen_arms(options: Settings, task: Task, source: Source) -> Tuple[List[Pending], InputCount]:
+MARKS = 8               # parts of the marks of own keys, one of which is a set at a time
+
+
+def marking(rows: Iterable[Row], marks: Sequence[Any]) -> Iterator[Row]:
+    """Rows as they go by; each one's own key leaves its hash in one of the marks."""
+    for row in rows:
+        if row.key is not None:
+            mark = hash(row.key)
+            marks[mark % MARKS].append(mark)
+        yield row
+
+
+def check_keys(source: Source, marks: Iterable[Sequence[int]], options: Settings,
+               say: Speaker) -> None:
+    """Name own keys that stand on two different texts; HarnessError under --unique-ids."""
+    again = {mark for part in marks if len(set(part)) < len(part)
+             for mark, count in collections.Counter(part).items() if count > 1}
+    first: Dict[Optional[str], Tuple[str, int]] = {}
+    found: Dict[Optional[str], str] = {}
+    for row in source.rows() if again else ():
+        if row.error is None and hash(row.key) in again:
+            text, line = first.setdefault(row.key, (text_digest(row.text), row.line))
+            if text != text_digest(row.text):
+                found.setdefault(row.key, "%s in lines %d and %d" % (row.key, line, row.line))
+    if not found:
+        return
+    shown_first = ", ".join(itertools.islice(found.values(), 5))
+    words = "%d of your own keys stand on two different texts: %s" % (len(found), shown_first)
+    if options.unique_ids:
+        raise HarnessError(words + "; make them unique, or name another --id-field")
+    say("%s; answers go by the text, but your key does not tell them apart" % words)
+
+
+def frozen_arms(options: Settings, task: Task, source: Source,
+                say: Speaker) -> Tuple[List[Pending], InputCount]:
     """What is to be asked at each size, and the input as a first pass finds it."""
+    import array
     state = State(task)
-    read, items = state.freeze(source.good_rows())
+    marks = [array.array("q") for _ in range(MARKS)]
+    read, items = state.freeze(marking(source.good_rows(), marks))
     check_collision(source, state, options.id_length)
+    check_keys(source, marks, options, say)
     frozen = InputCount(read, items, source.skipped)
     if options.command != "trial":
         return [Pending(source, state, options.batch_size, options)], frozen
@@ -8247,7 +8523,7 @@ def command_run(options: Settings, say: Speaker, out: Speaker) -> int:
     options = options._replace(workers=options.workers or model.workers)
     check_files(options)
     with contextlib.closing(Source(options)) as source:
-        arms, frozen = frozen_arms(options, task, source)       # bad input leaves no ledger behind
+        arms, frozen = frozen_arms(options, task, source, say)  # bad input leaves no ledger behind
         run = Run(task, model, arms, options)
         if not options.dry_run:
             with contextlib.closing(Ledger(options.ledger)) as ledger:

@@ -7077,6 +7077,131 @@ class AuditAndApply(EndpointCase):
         self.chained([*rows, rows[places["good"]]])
         self.named("item %s was accepted before" % name, "e.jsonl")
 
+    # What is done, to the first row with these members or to a file, and the codes of all faults.
+    SPOILT = """
+    keep  {}                                             -
+    drop  {"step": "collected"}                          not_collected
+    drop  {"step": "created"}                            -
+    drop  {"step": "intent"}                             no_intent no_request
+    copy  {"step": "created"}                            created_twice
+    copy  {"step": "intent"}                             two_intents
+    edit  {"step": "collected"} {"counts": {"total": 9}}     provider_total
+    edit  {"step": "collected"} {"counts": {"failed": 3}}    provider_total
+    edit  {"step": "collected"} {"counts": null}         -
+    edit  {"step": "collected"} {"sha256": null}         -
+    edit  {"step": "collected"} {"sha256": 5}            -
+    edit  {"step": "collected"} {"sha256": {"results": "0"}}     evidence_differs
+    edit  {"step": "collected"} {"sha256": {"requests": "0"}}    evidence_differs
+    edit  {"step": "collected"} {"missing": 1}           collected_differs
+    edit  {"step": "collected"} {"errored": 2, "missing": null}  collected_differs
+    edit  {"step": "collected"} {"items": 9}             intent_differs
+    edit  {"step": "collected"} {"step": "abandoned"}    -
+    edit  {"step": "collected"} {"key": "none"}          no_intent not_collected evidence_gone
+    drop  {"verdict": "not_json"}                        result_gone attempt_too_soon
+    drop  {"verdict": "ok"}                              result_gone applied_unanswered
+    copy  {"event": "apply"}                             applied_twice applied_twice
+    drop  {"event": "apply"}                             -
+    full  {"event": "apply"}                             not_applied
+    edit  {"event": "apply"} {"applied": ["NAME"]}       -
+    edit  {"event": "apply"} {"applied": ["NAME", "NAME"]}       applied_twice
+    edit  {"event": "apply"} {"applied": ["0123456789ab"]}       applied_unanswered
+    edit  {"event": "apply"} {"applied": null, "later": ["NAME"]}    -
+    edit  {"event": "apply"} {"task": "0123456789ab"}    applied_other_task applied_other_task
+    head  {"event": "apply"}                             applied_too_soon applied_too_soon
+    file  requests                                       evidence_differs
+    file  manifest                                       evidence_differs
+    file  results                                        evidence_differs
+    gone  requests                                       evidence_gone
+    gone  manifest                                       evidence_gone
+    gone  results                                        evidence_gone"""
+
+    def by_jobs(self, *rules):
+        """A ledger by batch jobs, and the answers of it in a table."""
+        engine = Engine(*rules)
+        self.addCleanup(engine.close)
+        self.items_file(2)
+        os.environ["OPENAI_API_KEY"] = KEY
+        with mock.patch.multiple(bh, POLL=0.01, MAX_POLL=0.01):
+            code = self.main(*self.INPUT, "--labels", "good,bad", "--ledger", "l.jsonl", "--model",
+                             "openai:m", "--base-url", engine.base, "--batch-size", "2",
+                             "--batch-api")[0]
+        self.assertEqual(code, 0)
+        self.table(2)
+        self.applied()
+
+    def codes(self, *words):
+        code, out = self.audit(*words, "--json")
+        found = json.loads(out)
+        self.assertEqual(code, int(bool(found["faults"])))
+        return found
+
+    def spoil(self, what, wanted, change):
+        """Write e.jsonl: the ledger with one row changed, dropped, repeated or put first."""
+        rows = self.every()
+        place = self.place(**wanted)
+        row = rows.pop(place)
+        if what == "head":
+            rows.insert(1, row)
+        elif what not in ("drop", "full"):
+            row = {name: value for name, value in {**row, **change}.items() if value is not None}
+            rows[place:place] = [row] * (1 + (what == "copy"))
+        self.chained(rows)
+
+    def test_what_was_submitted_returned_collected_and_applied_is_reconciled(self):
+        self.by_jobs("number 0.*number 1: no")
+        name = bh.item_id("text number 1")
+        for line in self.SPOILT.replace("NAME", name).split("\n")[1:]:
+            with self.subTest(line=line):
+                what, rest = line.split(None, 1)
+                shutil.rmtree("e-jobs", ignore_errors=True)
+                shutil.copytree("l-jobs", "e-jobs")
+                wanted, change = {}, {}
+                if what in ("file", "gone"):
+                    which, rest = rest.split(None, 1)
+                    [path, *_] = sorted(glob.glob("e-jobs/*-%s.jsonl" % which))
+                    self.write(path, self.bytes(path) + b"\n")
+                    if what == "gone":
+                        os.remove(path)
+                else:
+                    wanted, end = json.JSONDecoder().raw_decode(rest)
+                    rest = rest[end:].strip()
+                if rest.startswith("{"):
+                    change, end = json.JSONDecoder().raw_decode(rest)
+                    rest = rest[end:]
+                self.spoil(what, wanted, change)
+                found = self.codes("e.jsonl", *["--complete"][:what == "full"])
+                codes = [fault["code"] for fault in found["faults"]]
+                self.assertEqual(sorted(codes), sorted(rest.replace("-", "").split()), found)
+
+    def test_outcomes_count_by_target_item_and_task(self):
+        self.posts(6)
+        faults = self.codes("l.jsonl", "--complete")["faults"]
+        self.assertEqual([fault["code"] for fault in faults], ["not_applied"])
+        self.assertIn("and 5 others are accepted and not applied to a table", faults[0]["words"])
+        self.applied("--limit", "2")
+        first = self.holds("l.jsonl")
+        self.assertRegex(first, "posts.db, table posts .answer.: applied 2\n")
+        self.assertIn("table posts (answer): accepted and not yet applied 4\n", first)
+        self.named("and 3 others are accepted and not applied to ", "l.jsonl", "--complete")
+        self.applied()
+        self.assertNotIn("not yet applied", self.holds("l.jsonl", "--complete"))
+        self.failing(6, "--stage", "two")
+        self.named("and 5 others are accepted and not applied to a table", "l.jsonl", "--complete")
+        for stage in ("two", "main"):
+            self.applied("--stage", stage)
+            totals = self.codes("l.jsonl", "--complete")["totals"]
+            found = [total["outcomes"] for total in totals if total["kind"] == "target"]
+            self.assertCountEqual(found, [{"applied": 6}, {"replaced": 6}])
+
+    def test_evidence_that_did_not_travel_is_not_checked(self):
+        self.by_jobs("")
+        self.chained(self.every())
+        self.assertIn("not checked: files beside the ledger, whose folder is not there 3",
+                      self.holds("e.jsonl"))
+        found = self.codes("l.jsonl", *self.INPUT)
+        self.assertEqual((found["faults"], found["derived"], found["prompts"]), ([], 2, 1))
+        self.assertEqual(found["not_checked"], {})
+
     def test_a_quarantine_without_the_reply_that_failed_does_not_hold(self):
         self.run_(1, model="demo:empty=1")
         self.assertRegex(self.holds("l.jsonl"), "returned 1 = accepted 0 . quarantined 1\n")
@@ -7126,6 +7251,24 @@ class AuditAndApply(EndpointCase):
             rows = map(json.loads, self.main(*export, *ledgers)[1].splitlines())
             found = {(row["harness"]["status"], row["answer"]) for row in rows}
             self.assertEqual(found, {("answered", "good")})
+
+    def test_own_keys_on_two_texts_are_named_at_freezing_and_refused_on_demand(self):
+        for pairs, said in (
+                (("1 a", "1 a", "2 a", "2 a"), ""),
+                (("1 a", "2 b", "1 c", "1 d"), "1 of your own keys stand on two different texts: "
+                 "1 in lines 1 and 3;"),
+                (["%d %d" % (n // 2, n) for n in range(14)], "7 of your own keys stand on two "
+                 "different texts: " + ", ".join("%d in lines %d and %d" % (
+                     n, 2 * n + 1, 2 * n + 2) for n in range(5)) + ";")):
+            self.write("items.jsonl", "".join(
+                '{"id": %s, "text": "%s"}\n' % tuple(pair.split()) for pair in pairs))
+            for command in ("run", "trial"):
+                more = (*self.INPUT, "--model", "demo", "--dry-run")
+                code, out, err = self.main(command, *more)
+                self.assertEqual((code, "own keys" in err, said in " ".join(err.split())),
+                                 (0, bool(said), True), err)
+                code, out, err = self.main(command, *more, "--unique-ids")
+                self.assertEqual((code, said in err), (2 if said else 0, True), err)
 
     def test_an_export_can_be_a_database(self):
         keys = (5, "a", None, 10 ** 30, True)
@@ -7265,7 +7408,7 @@ class AuditAndApply(EndpointCase):
         place = self.place(event="apply")
         for name in ("0" * 12, "me"):
             self.edited(place, {"applied": [name]})
-            self.named('e.jsonl:%d: applied: no row before it answers item "%s"' % (
+            self.named('e.jsonl:%d: item "%s": applied, and no row answers it' % (
                 place + 1, name), "e.jsonl")
 
     def test_rows_that_changed_or_went_are_left_alone_and_recorded(self):
@@ -7924,6 +8067,10 @@ class Readme(Case):
                 ("## Exit codes", map(str, bh.EXITS)), ("## What comes out", bh.EXPORT_COLUMNS),
                 ("## Into a database", bh.OUTCOMES)):
             self.assertEqual(self.names(heading), list(own), heading)
+
+    def test_it_lists_the_codes_of_audit(self):
+        listed = re.search(r"with\s+a\s+code: (.*?)[.]", self.TEXT, re.S)[1]
+        self.assertEqual(re.split(r",\s+", listed), list(bh.FAULTS))
 
     def test_its_table_of_the_ledger_names_every_member_of_an_attempt(self):
         [ask] = next(bh.plan([bh.Item("x", "7")]))
