@@ -1125,7 +1125,9 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # break a line there or in an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 # Of apply, for each answered item; where several rows hold its text, the first that applies.
-OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
+OUTCOMES = (
+    "applied", "retracted", "not_kept", "refused", "changed_meanwhile", "decided_elsewhere",
+    "text_changed_since", "stale_text", "stale_rubric", "missing_row")
 ATTEMPT: Dict[str, Any] = {
     "verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str,
     "task": str, "run": str, "batch_id": str, "form": str}
@@ -1140,7 +1142,7 @@ OPTIONAL: Dict[str, Any] = {                            # and of what kind other
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
     "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
     "price": list,
-    "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
+    "size": int, "attempt": int, "why": dict, "was": dict, "set": dict, **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
     "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "",
@@ -1382,6 +1384,8 @@ class Settings(NamedTuple):
     batch_column: str = ""
     rubric_column: Optional[str] = None
     columns: Pairs = ()                         # (column, field)
+    overwrite: bool = False
+    retract: str = ""                           # a run
 
 
 # ==================================================================================================
@@ -7346,23 +7350,143 @@ def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
 
 CHUNK = 1000                                # rows of one transaction
 LOCK_WAIT = 30.0                            # seconds, for another program to let go
-APPLIED = ("applied", "")
+APPLIED, RETRACTED = ("applied", ""), ("retracted", "")
+CHANGED = ("changed_meanwhile", "another program wrote to its row; repeat the command")
 LEFT = "left by --limit"                    # stands on no ledger
 BEST_FIRST = (*OUTCOMES[:-1], LEFT, OUTCOMES[-1])
+EMPTY = (None, "")
 Fate = Tuple[str, str]                      # what a row or an item came to, and why it is undone
+Wish = Tuple[str, str, Any]                 # item, what its row is to come to, cells to be written
 
 
 class Change(NamedTuple):
-    """An answer to be applied."""
+    """An answer on the ledger."""
 
     name: str                               # the item's id
-    cells: Sequence[Any]                    # mark (RUN/BATCH/ITEM), values..., rubric version
+    mark: str                               # RUN/BATCH/ITEM
+    answer: Any
+
+
+def values_of(change: Change, fields: Iterable[Optional[str]]) -> List[Any]:
+    """What an answer has for each of these fields; a list or an object as JSON."""
+    answer = change.answer
+    if not isinstance(answer, dict):
+        answer = {"answer": answer}
+    values = map(answer.get, fields)
+    return [encode(value) if isinstance(value, (list, dict)) else value for value in values]
+
+
+def is_server(database: str) -> bool:
+    """Whether this names a database of PostgreSQL and no file."""
+    return re.match("postgres(ql)?://", database) is not None
+
+
+def without_password(url: str) -> str:
+    """A URL for anybody's eyes; the password goes where psql looks for it and nobody else."""
+    import urllib.parse
+    parts = urllib.parse.urlsplit(url)
+    user, at, host = parts.netloc.rpartition("@")
+    user, colon, password = user.partition(":")
+    if "@" in parts.path + parts.query + parts.fragment:
+        raise HarnessError("--database: a URL writes @ / ? and # in a password as %40 %2F %3F and "
+                           "%23; or leave it out and set PGPASSWORD")
+    query = parts.query.split("&")
+    secrets = [pair[9:] for pair in query if pair.startswith("password=")]
+    if colon:
+        secrets.append(password)
+    for secret in secrets:
+        os.environ["PGPASSWORD"] = urllib.parse.unquote(secret)
+    query = [pair for pair in query if not pair.startswith("password=")]
+    # Not by urlunsplit, which takes the // from a URL without a host.
+    return "postgresql://%s%s%s%s" % (
+        user, at, host + parts.path, "?" * any(query) + "&".join(query))
+
+
+def filled(sql: str, values: Iterable[Any]) -> str:
+    """SQL with literals in the places of its ?, outside of names: as text, which no value ends."""
+    left = iter(values)
+
+    def literal(match: Any) -> str:
+        if match.group() != "?":
+            return str(match.group())
+        value = next(left)
+        if value is None:
+            return "NULL"
+        text = value if isinstance(value, str) else encode(value)
+        return "'%s'" % text.replace("'", "''")
+    return re.sub(r'"(?:[^"]|"")*"|\?', literal, sql)
+
+
+class Psql:
+    """PostgreSQL through its own client, as far as `Table` needs a connection of sqlite3.
+
+    A row is (its line of JSON, cells...).  What the server says is raised as sqlite3 would: an
+    IntegrityError is about a value, and any other ends the command.
+    """
+
+    def __init__(self, options: Settings) -> None:
+        import subprocess
+        self.in_transaction = False
+        self._end = "end " + os.urandom(8).hex()        # no value can hold it
+        try:
+            self._client = subprocess.Popen(
+                ["psql", "-XAtqw", "-v", "VERBOSITY=terse", "-d", options.database],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**os.environ, "PGCLIENTENCODING": "UTF8"})
+        except OSError as error:
+            raise HarnessError("cannot start psql, the client of PostgreSQL: %s; install it "
+                               "(Debian: postgresql-client)" % error.strerror)
+        self._to: Any = self._client.stdin
+        self._back: Any = self._client.stdout
+        for setting in ("client_min_messages = error", "standard_conforming_strings = on",
+                        "lock_timeout = %d" % (LOCK_WAIT * 1000),
+                        "default_transaction_read_only = " + ("off", "on")[options.dry_run]):
+            self.execute("SET " + setting)
+
+    def execute(self, sql: str, values: Iterable[Any] = ()) -> List[Any]:
+        """The rows that a statement brings."""
+        import sqlite3
+        words = filled(sql, values)
+        if "\0" in words:
+            raise sqlite3.IntegrityError("a text of PostgreSQL holds no NUL")
+        with contextlib.suppress(BrokenPipeError):
+            self._to.write(("%s;\n\\echo %s :SQLSTATE\n" % (words, self._end)).encode("utf-8"))
+            self._to.flush()
+        lines = []
+        for raw in self._back:
+            line = raw.decode("utf-8", "replace").rstrip("\n")
+            if line.startswith(self._end):
+                break
+            lines.append(line)
+        else:
+            raise sqlite3.OperationalError("the database is gone: " + " ".join(lines))
+        state = line[len(self._end) + 1:]
+        if state != "00000":
+            kind = sqlite3.DatabaseError
+            if state[:2] in ("22", "23", "38", "39", "44", "P0"):
+                kind = sqlite3.IntegrityError
+            raise kind("the database says " + " ".join(lines))
+        if sql in ("BEGIN", "COMMIT"):
+            self.in_transaction = sql == "BEGIN"
+        return [self._cells(line) for line in lines if line.startswith("[")]
+
+    def _cells(self, line: str) -> Tuple[Any, ...]:
+        cells = json.loads(line)[1:]
+        return (line, *(
+            encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells))
+
+    def close(self) -> None:
+        """What is not committed is taken back."""
+        self._client.kill()
+        self._client.communicate()
 
 
 def open_database(options: Settings) -> Any:
     """The connection of `apply`, which never makes a file.  sqlite3.Error where there is none."""
     import pathlib
     import sqlite3
+    if is_server(options.database):
+        return Psql(options)
     mode = "ro" if options.dry_run else "rw"
     path = pathlib.Path(os.path.abspath(options.database)).as_uri()
     base = sqlite3.connect(
@@ -7371,24 +7495,38 @@ def open_database(options: Settings) -> Any:
     return base
 
 
-class Table:
-    """A table of an SQLite file, and the columns that matter here.
+# How each database begins, reads one row, reads the next ones, writes one: (place,) of SQLite is
+# the rowid; (place, place) of PostgreSQL is the row as it was read, without which nothing is done.
+OF_FILE = (
+    "BEGIN IMMEDIATE",
+    "SELECT t._rowid_, %(read)s FROM %(table)s t WHERE t._rowid_ = ?",
+    "SELECT t._rowid_, %(read)s FROM %(table)s t WHERE t._rowid_ > ? ORDER BY 1 LIMIT ?",
+    "UPDATE %(table)s SET %(sets)s WHERE _rowid_ = ?")
+OF_SERVER = (
+    "BEGIN",
+    "SELECT %(row)s FROM %(table)s t WHERE t.ctid = (?::jsonb ->> 0)::tid",
+    "DECLARE walked NO SCROLL CURSOR WITH HOLD FOR SELECT %(row)s FROM %(table)s t",
+    "UPDATE %(table)s t SET %(sets)s WHERE t.ctid = (?::jsonb ->> 0)::tid AND %(row)s = ?::jsonb "
+    "RETURNING %(row)s")
 
-    A row's cells are (rowid, text, key, mark, values..., rubric).  sqlite3.Error where there is no
+
+class Table:
+    """A table of a database, and the columns that matter here.
+
+    A row's cells are (place, text, key, mark, values..., rubric).  sqlite3.Error where there is no
     such table or column.
     """
 
-    def __init__(self, base: Any, options: Settings, fields: Iterable[str]) -> None:
+    def __init__(self, base: Any, options: Settings, columns: Sequence[str]) -> None:
         self.base = base
         self.size = CHUNK
-        self.written = 0                        # rows
+        self.written = self.over = 0            # rows; of them, over what was there before
+        self.was: Dict[str, Dict[str, Any]] = {}        # what this transaction writes over
+        self.plans: List[str] = []              # what a dry run would do
         self.rubric = options.rubric_column
-        self.columns = [options.batch_column, *fields]
-        cells = [options.text_field or "text", options.id_field or "id", *self.columns]
-        if self.rubric is not None:
-            self.columns.append(self.rubric)
-            cells.append(self.rubric)
-        used = [name.lower() for name in (*cells, "rowid", "oid", "_rowid_")]
+        self.columns = columns
+        cells = [options.text_field or "text", options.id_field or "id", *columns]
+        used = [name.lower() for name in (*cells, "rowid", "oid", "_rowid_", "ctid")]
         if len(set(used)) < len(used):
             raise HarnessError("each of --text-field, --id-field, --batch-column, --rubric-column "
                                "and --set COLUMN must name a column of its own")
@@ -7396,33 +7534,72 @@ class Table:
         read = ", ".join("t." + quoted(name) for name in cells)
         if self.rubric is None:
             read += ", NULL"
-        self._select = "SELECT t._rowid_, %s FROM %s t WHERE t._rowid_ " % (
-            read, quoted(options.table))
-        self._update = "UPDATE %s SET %s WHERE _rowid_ = ?" % (
-            quoted(options.table), ", ".join("%s = ?" % quoted(name) for name in self.columns))
-        self.cells(0)
-        self.base.execute("EXPLAIN " + self._update, (0, *self.columns))    # no view is written
+        self.server = isinstance(base, Psql)
+        table = quoted(options.table)
+        if self.server:
+            table = table.replace(".", '"."')
+        begin, self._select, self._next, self._update = (words % {
+            "read": read,
+            "row": "jsonb_build_array(t.ctid, %s)" % read,
+            "table": table,
+            "sets": ", ".join("%s = ?" % quoted(name) for name in columns),
+        } for words in (OF_FILE, OF_SERVER)[self.server])
+        self.begin = "BEGIN" if options.dry_run else begin
+        place: Any = 0
+        if self.server:
+            place = "[]"
+        self.cells(place)
+        self._run("EXPLAIN " + self._update, [None] * len(columns), place)     # no view is written
 
-    def cells(self, row: int) -> Any:
+    def _run(self, sql: str, new: Sequence[Any], place: Any) -> Any:
+        return self.base.execute(sql, (*new, *[place] * (1 + self.server)))
+
+    def cells(self, place: Any) -> Any:
         """The cells of one row as they are now; None where it is gone."""
-        return self.base.execute(self._select + "= ?", (row,)).fetchone()
+        return next(iter(self.base.execute(self._select, (place,))), None)
 
-    def chunk(self, after: float) -> Any:
+    def chunk(self, after: Any) -> Any:
         """The cells of the next rows."""
         import sqlite3
-        rows = self.base.execute(
-            self._select + "> ? ORDER BY 1 LIMIT ?", (after, self.size)).fetchall()
+        if self.server:
+            if after == -math.inf:
+                self.base.execute(self._next)
+            return self.base.execute("FETCH %d FROM walked" % self.size)
+        rows = self.base.execute(self._next, (after, self.size)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, cells: Sequence[Any]) -> Fate:
+    def now(self, cells: Any) -> Any:
+        """A row of SQLite once more, which a trigger may have changed; PostgreSQL looks itself."""
+        return cells if self.server else self.cells(cells[0])
+
+    def plan(self, cells: Sequence[Any], new: Sequence[Any]) -> None:
+        """Count a row as written, and say by which statement in PostgreSQL."""
+        self.written += 1
+        if self.server:
+            self.plans.append(filled(self._update, [*new[:len(self.columns)], cells[0], cells[0]]))
+
+    def note(self, name: str, cells: Sequence[Any], found: Decisions) -> None:
+        """Note what a row held that was written, to be put back by --retract."""
+        was = {column: cell for column, cell in zip(self.columns, cells[3:]) if is_kept(cell)}
+        if was and is_kept(str(cells[2])):
+            self.was.setdefault(name, {})[str(cells[2])] = was
+        change = found.own(name)
+        if change is not None and not found.as_left(cells[3], cells[4:-1], change):
+            self.over += 1
+
+    def update(self, cells: Any, new: Sequence[Any]) -> Fate:
         """Write one row and read it back; what it came to.  What is not kept is undone."""
         import sqlite3
         self.base.execute("SAVEPOINT decision")
         try:
-            self.base.execute(self._update, [*cells[:len(self.columns)], row])
-            fate = self._kept(self.cells(row), cells)
+            rows = self._run(self._update, new[:len(self.columns)], cells[0])
+            back = [row[0] for row in rows] or [cells[0]]
+            now = self.cells(back[0])
+            fate = self._kept(now, new)
+            if self.server and not rows and now != cells:
+                fate = CHANGED
         except (sqlite3.Error, OverflowError) as error:
             fate = "refused", str(error)[:MAX_KEPT]
             if type(error) is not sqlite3.IntegrityError and re.search(
@@ -7436,11 +7613,11 @@ class Table:
             self.base.execute("RELEASE decision")
         return fate
 
-    def _kept(self, now: Any, cells: Sequence[Any]) -> Fate:
+    def _kept(self, now: Any, new: Sequence[Any]) -> Fate:
         """Whether a row holds what was written, in value and type, or which column does not."""
         if now is None:
             return "not_kept", "the row went away when it was written"
-        for column, cell, value in zip(self.columns, now[3:], cells):
+        for column, cell, value in zip(self.columns, now[3:], new):
             version = column == self.rubric and version_in(cell) == value
             if not version and not same_cell(cell, value):
                 return "not_kept", "column %s holds %s where %s was written" % (
@@ -7448,9 +7625,21 @@ class Table:
         return APPLIED
 
 
+def is_kept(cell: Any) -> bool:
+    """Whether a row of a ledger can hold a cell."""
+    return isinstance(cell, (str, int, float)) and not SURROGATE.search(str(cell)) and (
+        encode(cell) not in ("Infinity", "-Infinity"))
+
+
 def same_cell(now: Any, value: Any) -> bool:
     """Whether a cell holds a value.  A column may hold 1 as 1.0, true as 1; a number is no text."""
     return bool(now == value) and isinstance(now, str) == isinstance(value, str)
+
+
+def hold(cells: Iterable[Any], values: Iterable[Any]) -> bool:
+    """Whether cells hold values; null is held by what is empty, too."""
+    return all(same_cell(cell, value) or value is None and cell in EMPTY
+               for cell, value in zip(cells, values))
 
 
 def version_in(cell: Any) -> Optional[int]:
@@ -7459,102 +7648,232 @@ def version_in(cell: Any) -> Optional[int]:
     return int(match.group(1)) if match else None
 
 
-class Decisions(NamedTuple):
-    """What a ledger says of one task, and of one target of `apply`."""
+class Decisions:
+    """What a ledger says of one task, and of what `apply` wrote into one table: a fold over rows.
 
-    changes: Dict[str, Change]              # by the 32 digits of the text
-    sources: Dict[str, str]                 # the caller's key of the first row with a text -> item
-    outcomes: Dict[str, str]                # item -> its last outcome
+    `columns` says which column takes which field.  HarnessError: an answer is not that of its
+    reply.
+    """
 
+    def __init__(self, task: Task, columns: Mapping[str, str], target: str,
+                 options: Settings) -> None:
+        self.task, self.columns, self.target = task, columns, target
+        self.places = [options.batch_column, *columns]          # all that is written, in order
+        if options.rubric_column is not None:
+            self.places.append(options.rubric_column)
+        self.fields = list(columns.values())
+        self.changes: Dict[str, Change] = {}    # by the 32 digits of the text
+        self.sources: Dict[str, str] = {}       # your key of the first row with a text -> item
+        self.outcomes: Dict[str, str] = {}      # item -> its last outcome
+        self.last: Dict[str, List[Any]] = {}    # item -> mark, values...: written last, by any task
+        # item -> your key -> column -> what stood there before this task wrote
+        self.was: Dict[str, Dict[str, Any]] = {}
+        self._runs: Dict[str, str] = {}         # run -> its task
+        # task -> item -> the answer that stands
+        self._named: Dict[str, Dict[str, Change]] = collections.defaultdict(dict)
 
-def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str],
-              target: str) -> Decisions:
-    """The answers that stand for a task, each derived from its reply again; what came of them."""
-    found = Decisions({}, {}, {})
-    state = State(task)
-    for row in rows:
-        settled = set(state.apply(row))
-        if row["event"] == "apply" and row["target"] == target:
-            for outcome in OUTCOMES:
-                names = row.get(outcome, ())
-                if row["task"] == task.fingerprint:
-                    found.outcomes.update(dict.fromkeys(names, outcome))
-                elif outcome == "applied":  # another task has written these columns since
-                    found.outcomes.update(dict.fromkeys(names, ""))
-        if not settled or row["verdict"] != "ok":
-            continue
-        proof = rederived(row, task)
+    def read(self, path: str, rows: Iterable[Entry]) -> None:
+        """Take in a ledger, each answer of the task derived from its reply again."""
+        state = State(self.task)
+        for row in rows:
+            settled = set(state.apply(row))
+            kind = row["event"]
+            if kind == "run":
+                self._runs[row["run"]] = row["fingerprint"]
+            elif kind == "apply":
+                self._outcomes(row)
+            elif kind == "attempt" and row["verdict"] == "ok" and "arm" not in row:
+                self._answers(path, row, settled)
+
+    def _answers(self, path: str, row: Entry, settled: Set[int]) -> None:
         given = answers_of(row)
-        if proof.code != "ok" or proof.answers != {name: answer for _, name, answer in given}:
-            raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
-                               "applied, see `audit`" % (path, row["seq"]))
+        own = row["task"] == self.task.fingerprint
+        if own and settled:
+            proof = rederived(row, self.task)
+            if proof.code != "ok" or proof.answers != {name: answer for _, name, answer in given}:
+                raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
+                                   "applied, see `audit`" % (path, row["seq"]))
+        named = self._named[row["task"]]
         sources = row.get("sources", itertools.repeat(None))
         for (sha, name, answer), source in zip(given, sources):
-            if key_of(sha) in settled:
-                mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
-                values = {"answer": answer} if task.bare else answer
-                cells = [mark, *map(values.get, fields), task.rubric_version]
-                found.changes[sha] = Change(name, [
-                    encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells])
+            mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
+            if not own:
+                named.setdefault(name, Change(name, mark, answer))
+            elif key_of(sha) in settled:
+                self.changes[sha] = named[name] = Change(name, mark, answer)
                 if source is not None:
-                    found.sources[str(source)] = name
-    return found
+                    self.sources[str(source)] = name
+
+    def _outcomes(self, row: Entry) -> None:
+        if row["target"].rpartition(" (")[0] != self.target.rpartition(" (")[0]:
+            return
+        own = row["task"] == self.task.fingerprint
+        wrote: Mapping[str, str] = {}
+        if row["target"] == self.target:
+            wrote = self.columns                # as an older version did, which did not say it
+            for outcome in OUTCOMES:
+                names = row.get(outcome, ())
+                if own:
+                    self.outcomes.update(dict.fromkeys(names, outcome))
+                elif outcome == "applied":      # another task has written these columns since
+                    self.outcomes.update(dict.fromkeys(names, ""))
+        self._wrote(row, row.get("set", wrote))
+        for name in row.get("retracted", ()):
+            self.last.pop(name, None)
+            if own:
+                self.was.pop(name, None)
+        if own:
+            for name, rows in row.get("was", {}).items():
+                self.was.setdefault(name, {}).update(an_object(rows))
+
+    def _wrote(self, row: Entry, columns: Mapping[str, str]) -> None:
+        named = self._named[row["task"]]
+        fields = [columns.get(column) for column in self.columns]
+        nothing = [None] * (len(fields) + 1)
+        for name in row.get("applied", ()):
+            if name in named:
+                cells = [named[name].mark, *values_of(named[name], fields)]
+                for place, field in enumerate(fields, 1):
+                    if field is None:           # a column that another stage has written
+                        cells[place] = self.last.get(name, nothing)[place]
+                self.last[name] = cells
+
+    def answer_to(self, text: Any) -> Optional[Change]:
+        """The answer about the text of a row, if there is one."""
+        if not isinstance(text, str) or SURROGATE.search(text):
+            return None
+        return self.changes.get(text_digest(text)[:32])
+
+    def marked(self, mark: Any) -> Optional[Change]:
+        """The answer of any task whose mark a row holds, if it is one of this ledger's."""
+        run, *_, name = [*str(mark).split("/"), ""][:3]
+        change = self._named[self._runs.get(run, "")].get(name)
+        if change is not None and change.mark == mark:
+            return change
+        return None
+
+    def own(self, name: str) -> Optional[Change]:
+        """The answer of the task about an item."""
+        return self._named[self.task.fingerprint].get(name)
+
+    def awaited(self, run: str) -> List[str]:
+        """The items that have an answer; of a run to be taken back, those that were written."""
+        return [change.name for change in self.changes.values()
+                if not run or change.mark.startswith(run + "/") and self.written(change.name)]
+
+    def written(self, name: str) -> bool:
+        """Whether the ledger says that the columns of an item's rows were written."""
+        return any(value is not None for value in self.last.get(name, ())[1:])
+
+    def as_left(self, mark: Any, values: Sequence[Any], own: Change) -> bool:
+        """Whether a row is untouched, or just as this program left it."""
+        nothing = all(value in EMPTY for value in values)
+        change = self.marked(mark)
+        if change is None:
+            return nothing and mark in EMPTY
+        last = self.last.get(change.name, [None])
+        if last[0] == mark:
+            return hold(values, last[1:])
+        # The ledger does not say: an older version wrote it, or it was killed before it did.
+        if hold(values, values_of(change, self.fields)):
+            return True
+        if mark == own.mark:
+            return False
+        return nothing or len(last) > 1 and hold(values, last[1:])
 
 
-def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
-    """What becomes of a row with the text of an answer; blank: the answer is to be written.
-
-    `cells` are its mark, values and rubric now; `applied`: the ledger says the item was.
-    """
-    mark, *values, rubric = cells
-    own, *wanted, version = change.cells
-    pairs = list(zip(values, wanted))
-    there = mark == own and all(itertools.starmap(same_cell, pairs))
-    # A person may have changed it since; the mark may be that of another stage on the same text.
-    ours = applied and str(mark).endswith("/" + change.name)
-    if there or ours and not any(now is None and value is not None for now, value in pairs):
-        return "applied"
+def to_apply(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
+    """What becomes of a row when the answer about its text is to stand in it."""
+    _, text, key, mark, *values, rubric = cells
+    change = found.answer_to(text)
+    if change is None:
+        return without_answer(found, key, mark, values)
+    name = change.name
+    version = found.task.rubric_version
+    wanted = values_of(change, found.fields)
+    left = found.as_left(mark, values, change)
+    ours = mark == change.mark or left and found.outcomes.get(name) == "applied"
+    if ours and hold(values, wanted):
+        return name, "applied", None
+    first = options.overwrite and not found.written(name) and found.marked(mark) is None
+    if not left and not first:
+        return name, "decided_elsewhere", None
     if rubric is not None:
         decided = version_in(rubric)
-        if decided is None or decided > version:
-            return "stale_rubric"
-    return ""
+        if decided is None or version is None or decided > version:
+            return name, "stale_rubric", None
+    return name, "applied", [change.mark, *wanted, version]
+
+
+def without_answer(found: Decisions, key: Any, mark: Any, values: Sequence[Any]) -> Wish:
+    """What becomes of a row whose text has no answer; it may have had another text when it got one.
+    """
+    change = found.marked(mark)
+    own = change and found.own(change.name)
+    if change is None or own is None or not (own is change or found.written(own.name)):
+        return found.sources.get(str(key), ""), "stale_text", None
+    if found.as_left(mark, values, change):
+        return own.name, "text_changed_since", None
+    return own.name, "decided_elsewhere", None
+
+
+def to_retract(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
+    """What becomes of a row when the answers of a run are to be taken back."""
+    _, text, key, *now = cells
+    mark, *values, _ = now
+    marked = found.marked(mark)
+    change = marked or found.answer_to(text)
+    if change is None or not change.mark.startswith(options.retract + "/"):
+        marked, change = None, found.answer_to(text)
+    if change is None or not change.mark.startswith(options.retract + "/"):
+        return "", "", None
+    name = change.name
+    before = found.was.get(name, {}).get(str(key), {})
+    old = [before.get(column) for column in found.places]
+    if marked is not None and found.as_left(mark, values, marked):
+        return name, "retracted", old
+    if marked is None and not found.written(name):
+        return "", "", None
+    if hold(now, old):                          # killed before the ledger said so
+        return name, "retracted", None
+    return name, "decided_elsewhere", None
 
 
 def decided(table: Table, found: Decisions, options: Settings,
             cells: Sequence[Any]) -> Tuple[str, Fate]:
     """Decide a row, and write it where it is to be: the item, if any, and what the row came to."""
-    row, text, key, *now = cells
-    change = None
-    if isinstance(text, str) and not SURROGATE.search(text):
-        change = found.changes.get(text_digest(text)[:32])
-    if change is None:
-        return found.sources.get(str(key), ""), ("stale_text", "")
-    outcome = row_outcome(now, change, found.outcomes.get(change.name) == "applied")
-    if outcome:
-        return change.name, (outcome, "")
+    wish = to_retract if options.retract else to_apply
+    name, outcome, new = wish(found, options, cells)
+    if new is None:
+        return name, (outcome, "")
     if table.written == options.limit:
-        return change.name, (LEFT, "")
+        return name, (LEFT, "")
     if options.dry_run:
-        table.written += 1
-        return change.name, APPLIED
-    again = table.cells(row)
-    if again != cells:                              # a trigger of a row before has changed it
-        return decided(table, found, options, again) if again else ("", ("missing_row", ""))
-    return change.name, table.update(row, change.cells)
+        table.plan(cells, new)
+        return name, (outcome, "")
+    again = table.now(cells)
+    if again is None:
+        return name, ("missing_row", "")
+    if again != cells:                          # a trigger of a row before has changed it
+        return decided(table, found, options, again)
+    fate = table.update(cells, new)
+    if fate != APPLIED:
+        return name, fate
+    if outcome == "applied":
+        table.note(name, cells, found)
+    return name, (outcome, "")
 
 
 def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str, Fate]]:
-    """Walk a table.  After each transaction the items applied in it; in the end all answered items,
-    each with the best that any of its rows came to.
+    """Walk a table.  After each transaction the items written in it; in the end all items that it
+    is about, each with the best that any of its rows came to.
     """
-    came = {change.name: ("missing_row", "") for change in found.changes.values()}
-    after = -math.inf
+    came = dict.fromkeys(found.awaited(options.retract), ("missing_row", ""))
+    after: Any = -math.inf
     rows: Sequence[Any] = [()]
     while rows:
-        # Nobody writes between our reading and writing.
-        table.base.execute("BEGIN" if options.dry_run else "BEGIN IMMEDIATE")
-        written = table.written
+        table.base.execute(table.begin)
+        written, over = table.written, table.over
         rows = table.chunk(after)
         news = [decided(table, found, options, cells)
                 for cells in rows if table.base.in_transaction]
@@ -7562,15 +7881,21 @@ def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str
             table.base.execute("COMMIT")
         elif table.size > 1:                    # nothing of it stands: again, each row by itself
             table.size = 1
-            table.written = written
+            table.written, table.over = written, over
+            table.was.clear()
             continue
         for name, fate in news:
             if name:
-                came[name] = min(came[name], fate, key=lambda one: BEST_FIRST.index(one[0]))
+                came[name] = min(came.get(name, fate), fate, key=rank)
         if rows:
             after = rows[-1][0]
-        yield {name: fate for name, fate in news if fate == APPLIED}
+        yield {name: fate for name, fate in news if fate in (APPLIED, RETRACTED)}
     yield came
+
+
+def rank(fate: Fate) -> int:
+    """The place of what a row came to, among those of rows with one text; the least counts."""
+    return BEST_FIRST.index(fate[0])
 
 
 def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head: Entry) -> None:
@@ -7583,7 +7908,7 @@ def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head
             news[outcome].append(name)
             if why:
                 reasons[name] = why
-    if news:
+    if news or head["was"]:
         ledger.append(row_parts(compact({
             "event": "apply", "at": timestamp(), **head, **news, "why": reasons})))
         ledger.sync()
@@ -7602,38 +7927,77 @@ def columns_set(options: Settings, task: Task) -> Dict[str, str]:
     return fields
 
 
+def applied_task(options: Settings) -> Task:
+    """The task whose answers to apply, or whose run to take back."""
+    fingerprint = options.fingerprint
+    if options.retract:
+        runs = {row["run"]: row["fingerprint"]
+                for row in Log(options.ledger) if row["event"] == "run"}
+        if options.retract not in runs:
+            raise HarnessError("--retract: %s holds no run %s; it holds %s" % (
+                options.ledger, options.retract, ", ".join(runs)))
+        fingerprint = runs[options.retract]
+    return ledger_task([options.ledger], options.stage, fingerprint)
+
+
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
-    import sqlite3
-    task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    fields = columns_set(options, task)
-    target = "%s, table %s (%s)" % (
-        os.path.abspath(options.database), options.table, ", ".join(sorted(fields)))
-    head = {"stage": task.stage, "task": task.fingerprint, "target": target}
-    table: Optional[Table] = None
+    place = os.path.abspath(options.database)
+    if is_server(options.database):
+        place = without_password(options.database)
+        options = options._replace(database=place)
+    task = applied_task(options)
+    columns = columns_set(options, task)
+    target = "%s, table %s (%s)" % (place, options.table, ", ".join(sorted(columns)))
+    found = Decisions(task, columns, target, options)
     with contextlib.ExitStack() as stack:
         ledger: Optional[Ledger] = None
         rows: Iterable[Entry] = Log(options.ledger)
         if not options.dry_run:
             ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
             rows = ledger.rows()
-        try:
-            base = stack.enter_context(contextlib.closing(open_database(options)))
-            table = Table(base, options, fields)
-            found = decisions(options.ledger, rows, task, fields.values(), target)
+        return apply_all(options, found, ledger, rows, (say, out))
+
+
+def apply_all(options: Settings, found: Decisions, ledger: Optional[Ledger], rows: Iterable[Entry],
+              speakers: Tuple[Speaker, Speaker]) -> int:
+    """Walk the table, put on the ledger what came of it, and say so; the exit code."""
+    import sqlite3
+    say, out = speakers
+    table: Optional[Table] = None
+    head = {"stage": found.task.stage, "task": found.task.fingerprint, "target": found.target,
+            "set": found.columns}
+    try:
+        with contextlib.closing(open_database(options)) as base:
+            table = Table(base, options, found.places)
+            found.read(options.ledger, rows)
             known = dict(found.outcomes)
             for came in walk(table, found, options):
                 if ledger is not None:
-                    record(ledger, known, came, head)
-        except sqlite3.Error as error:
-            if table is None and "locked" not in str(error):
-                raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
-                                   "the columns" % (options.table, options.database, error))
-            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
-                options.database, error))
-            return STOPPED
-    verb = "would be written" if options.dry_run else "written"
-    say("%d rows %s to %s" % (table.written, verb, target))
+                    record(ledger, known, came, {**head, "was": table.was})
+                table.was.clear()
+                while table.plans:
+                    out(table.plans.pop(0), wrap=False)
+    except sqlite3.Error as error:
+        if table is None and "locked" not in str(error):
+            raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
+                               "the columns" % (options.table, options.database, error))
+        say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
+            options.database, error))
+        return STOPPED
+    return came_to(options, table, came, found.target, speakers)
+
+
+def came_to(options: Settings, table: Table, came: Mapping[str, Fate], target: str,
+            speakers: Tuple[Speaker, Speaker]) -> int:
+    """Say what a walk came to; the exit code."""
+    say, out = speakers
+    verb = "taken back in" if options.retract else "written to"
+    words = "%d rows %s%s %s" % (
+        table.written, "would be " if options.dry_run else "", verb, target)
+    if table.over:
+        words += "; %d of them over what stood there" % table.over
+    say(words)
     tally = collections.Counter(outcome for outcome, _ in came.values())
     out("%d answered items: %s" % (len(came), as_counts(tally)))
     undone = {outcome: (outcome, name, why) for name, (outcome, why) in came.items() if why}
@@ -7788,13 +8152,15 @@ reading:
     --stage NAME                whose answers, where the ledger holds several tasks
 table:
   apply
-    --database FILE!            required: of SQLite
+    --database FILE!            required: of SQLite, or postgresql://USER@HOST/NAME by psql
     --table NAME!               required: whose rows are written
     --text-field COLUMN         column that holds the text (default text)
     --id-field COLUMN           column that holds your own key (default id)
     --batch-column COLUMN!      required: takes RUN/BATCH/ITEM, which decided
     --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
     --set COLUMN=FIELD          which column takes which field (default: those of the same name)
+    --overwrite                 the first time, write over what stands in these columns
+    --retract RUN               take back what this run wrote and nobody has changed
 rarely needed:
   run trial emit export report explain audit
     --id-length 12..32          hex digits of an id (default 12)
@@ -7853,7 +8219,7 @@ python3 batch_harness.py export reviews.csv -o answers.jsonl --ledger runs/1.jso
 python3 batch_harness.py audit
 python3 batch_harness.py audit --input reviews.csv
 python3 batch_harness.py audit --ledger runs/1.jsonl runs/2.jsonl
-  apply    write answers into a table of SQLite
+  apply    write answers into a table of SQLite or PostgreSQL
 python3 batch_harness.py apply --database a.db --table reviews --batch-column batch --dry-run
 python3 batch_harness.py apply --database a.db --table reviews --batch-column batch --limit 10
 python3 batch_harness.py apply --database a.db --table t --batch-column b --set label=answer

@@ -6636,11 +6636,12 @@ class AuditAndApply(EndpointCase):
             base.commit()
             return found
 
-    def table(self, count, columns=""):
-        self.sql("CREATE TABLE posts (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT,"
-                 " rubric INTEGER%s)" % columns)
-        for n in range(count):
-            self.sql("INSERT INTO posts (id, text) VALUES (?, ?)", n, "text number %d" % n)
+    def table(self, count, columns="", sql=None):
+        sql = sql or self.sql
+        sql("CREATE TABLE posts (id INTEGER PRIMARY KEY, text TEXT, answer TEXT, decided TEXT,"
+            " rubric INTEGER%s)" % columns)
+        sql("INSERT INTO posts (id, text) VALUES " + ", ".join(
+            "(%d, 'text number %d')" % (n, n) for n in range(count)))
 
     def posts(self, count, columns=""):
         """A ledger and a table of the same texts."""
@@ -6678,30 +6679,97 @@ class AuditAndApply(EndpointCase):
                for name, words in row.get("why", {}).items()}
         return out + err, why
 
-    def test_what_becomes_of_a_row_is_decided_by_its_cells(self):
-        table = """
-            mark           value   rubric  known   outcome
-            null           null    null    -       write
-            null           "hand"  3       -       write
-            "r/b/item"     "good"  3       -       applied
-            "r/b/item"     "bad"   3       -       write
-            "r2/b2/item"   "good"  3       -       write
-            "r/b/item"     "hand"  3       applied applied
-            "r2/b2/item"   "hand"  9       applied applied
-            "r2/b2/item"   null    3       applied write
-            "r/b/item2"    "hand"  3       applied write
-            null           "hand"  3       applied write
-            null           null    2       -       write
-            null           null    "3"     -       write
-            null           null    3.0     -       write
-            null           null    4       -       stale_rubric
-            null           null    "x"     -       stale_rubric
-            null           null    2.5     -       stale_rubric"""
-        change = bh.Change("item", ("r/b/item", "good", 3))
-        for line in table.split("\n")[2:]:
-            *cells, known, outcome = line.split()
-            found = bh.row_outcome(list(map(json.loads, cells)), change, known == "applied")
-            self.assertEqual(found or "write", outcome, line)
+    # When, what is set in the row of this number, what its item comes to, and what stands there.
+    BECOMES = """
+        before  answer = answer                     applied             a
+        before  answer = ''                         applied             a
+        before  answer = 'hand'                     decided_elsewhere   hand
+        before  decided = 'x'                       decided_elsewhere   -
+        before  decided = 'run/batch/item'          decided_elsewhere   -
+        before  text = 'other 5'                    stale_text          -
+        before  rubric = 9                          stale_rubric        -
+        before  rubric = 2                          applied             a
+        after   answer = 'hand'                     decided_elsewhere   hand
+        after   answer = 'hand', decided = NULL     decided_elsewhere   hand
+        after   answer = NULL                       decided_elsewhere   -
+        after   answer = NULL, decided = NULL       applied             a
+        after   decided = 'me'                      decided_elsewhere   a
+        after   text = 'other 13'                   text_changed_since  a
+        after   text = 'x', answer = 'hand'         decided_elsewhere   hand
+        after   id = -15                            applied             a
+        after   text = NULL                         text_changed_since  a
+        gone    DELETE                              missing_row         -"""
+
+    def test_what_becomes_of_a_row_is_the_same_in_every_database(self):
+        lines = [re.split("  +", line.strip()) for line in self.BECOMES.strip().split("\n")]
+        rubric = ("--rubric-column", "rubric")
+        for words, sql in self.databases():
+            self.answered(["a"] * len(lines), {"type": "string"}, rubric_version=3)
+            self.table(len(lines), sql=sql)
+            apply = functools.partial(self.main, *words, *rubric)
+            for when in ("before", "after", "gone"):
+                for n, (moment, change, _, _) in enumerate(lines):
+                    if moment == when != "gone":
+                        sql("UPDATE posts SET %s WHERE id = %d" % (change, n))
+                    elif moment == when:
+                        sql("DELETE FROM posts WHERE id = %d" % n)
+                if when != "after":
+                    code, out, err = apply()
+                    self.assertEqual(code, 0, out + err)
+            last = self.last_outcomes()
+            stands = {abs(int(n)): answer for n, answer in sql("SELECT id, answer FROM posts")}
+            for n, line in enumerate(lines):
+                with self.subTest(words=words[3], line=line):
+                    found = last[n], stands.get(n) or "-"
+                    self.assertEqual(found, (line[2], line[3]))
+            before = self.bytes("l.jsonl")
+            self.assertEqual((apply()[0], self.bytes("l.jsonl")), (0, before))
+            self.holds("l.jsonl")
+            self.then_over_and_back(apply, sql, len(lines))
+            os.remove("l.jsonl")
+
+    def then_over_and_back(self, apply, sql, count):
+        """--overwrite writes over what was there first, and --retract puts that back."""
+        said = apply("--overwrite")[2]
+        self.assertRegex(said, r"(?s)\b3 rows written to .*; 3 of them over what stood there")
+        held = dict(sql("SELECT id, answer FROM posts"))
+        self.assertEqual([held[n] for n in (2, 3, 4, 8, 12, 14)], [*"aaa", "hand", "a", "hand"])
+        [run] = self.rows("l.jsonl", "run")
+        code, out, err = apply("--retract", run["run"])
+        self.assertEqual(code, 0, out + err)
+        self.assertIn("10 rows taken back in ", err)
+        held = {int(n): more for n, *more in sql(
+            "SELECT id, answer, decided, rubric FROM posts ORDER BY id")}
+        nothing = [None] * 3
+        for n, cells in {2: ["hand", None, None], 3: [None, "x", None], 7: [None, None, 2],
+                         0: nothing, 1: ["", None, None], 11: [None, None, 3], -15: nothing,
+                         13: nothing, 16: nothing}.items():
+            self.assertEqual(held[n], cells, n)
+        self.assertEqual(held[8][0], "hand")
+        last = collections.Counter(self.last_outcomes().values())
+        self.assertEqual((last["retracted"], last["decided_elsewhere"]), (10, 5), last)
+        before = self.bytes("l.jsonl")
+        self.assertIn("0 rows taken back", apply("--retract", run["run"])[2])
+        self.assertEqual(self.bytes("l.jsonl"), before)
+        self.assertIn("5 rows written", apply()[2])
+        self.assertIn("it holds " + run["run"], apply("--retract", "x")[2])
+
+    def last_outcomes(self):
+        """The number of each item of `answered` -> its last outcome."""
+        found = {}
+        for row in self.rows("l.jsonl", "apply"):
+            found.update({name: word for word in bh.OUTCOMES for name in row.get(word, [])})
+        return {n: found.get(bh.item_id("text number %d" % n)) for n in range(30)}
+
+    def databases(self):
+        """The words of an apply, and how to ask its database in SQL: SQLite, and PostgreSQL."""
+        yield self.APPLY, self.sql
+        server = Postgres.of_all_tests()
+        if server is not None:
+            words = list(self.APPLY)
+            words[4] = server.url
+            yield words, server.rows
+            server.sql("DROP TABLE posts")
 
     def test_answers_go_into_the_rows_they_are_about(self):
         self.posts(6)
@@ -6716,9 +6784,7 @@ class AuditAndApply(EndpointCase):
             "/".join((row["run"], row["batch_id"], name)) for row in rows for name in row["batch"]})
         before = self.bytes("l.jsonl")
         self.assertIn("0 rows written", self.applied()[0])
-        self.sql("UPDATE posts SET answer = 'by hand' WHERE id = 2")
-        self.applied()
-        self.assertEqual((self.answers()[2], self.bytes("l.jsonl")), ("by hand", before))
+        self.assertEqual(self.bytes("l.jsonl"), before)
         self.assertIn("posts.db, table posts (answer): applied 6\n", self.holds("l.jsonl"))
         place = self.place(event="apply")
         for name in ("0" * 12, "me"):
@@ -7354,6 +7420,24 @@ class Postgres:
     def sql(self, words):
         return self.call("psql -h FOLDER -U me -d postgres -qAt -v ON_ERROR_STOP=1", words)
 
+    def rows(self, words):
+        """The rows of a query, of text and null, and numbers where a column's name is id."""
+        lines = self.sql("SELECT json_build_array(%s) FROM %s" % re.fullmatch(
+            "SELECT (.*) FROM (.*)", words).groups() if words.startswith("SELECT") else words)
+        return [json.loads(line) for line in lines.splitlines()]
+
+    @classmethod
+    @functools.lru_cache(None)
+    def of_all_tests(cls):
+        """One server for all tests, None where it is not installed."""
+        server = cls()
+        if not server.bin or (server.user and not shutil.which("runuser")):
+            return None
+        server.start()
+        unittest.addModuleCleanup(server.stop)
+        server.url = "postgresql://me@/postgres?host=" + server.folder
+        return server
+
     def stop(self):
         self.call("pg_ctl -D FOLDER/data -m immediate stop")
         shutil.rmtree(self.folder)
@@ -7452,36 +7536,6 @@ class Readme(Case):
         ids = [bh.item_id(text) for text in texts]
         self.assertEqual(names["judge"](Frame(text=texts), reply_to_prompt),
                          {"text": texts, "item": ids, "answer": ["good", "good"]})
-
-    def test_its_update_for_postgresql_leaves_stale_rows_alone(self):
-        server = Postgres()
-        if not server.bin or (server.user and not shutil.which("runuser")):
-            self.skipTest("no PostgreSQL here")
-        server.start()
-        self.addCleanup(server.stop)
-        self.write("reviews.csv", "review_id,body\n0,text 0\n1,text 1\n2,text 2\n"
-                                  "3,text 3\n4,text 4\n5,text 5\n")
-        self.write("task.json", '{"instruction": "Judge.", "rubric_version": 3, '
-                                '"fields": {"answer": {"enum": ["good", "bad"]}}}')
-        reviews = "--input reviews.csv --text-field body --id-field review_id --ledger l.jsonl "
-        self.main(*(reviews + "--task task.json --model demo").split())
-        self.main("export", *(reviews + "--output answers.csv --columns all").split())
-        shutil.copyfile("answers.csv", os.path.join(server.folder, "answers.csv"))
-        server.sql("""
-            CREATE TABLE reviews
-                (review_id bigint, body text, sentiment text, rubric int, decided_by text);
-            INSERT INTO reviews SELECT n, 'text ' || n FROM generate_series(0, 5) n;
-            UPDATE reviews SET rubric = 3 WHERE review_id = 0;
-            UPDATE reviews SET body = 'edited' WHERE review_id = 2;
-            UPDATE reviews SET rubric = 4 WHERE review_id = 3;
-            DELETE FROM reviews WHERE review_id = 4;""")
-        server.sql(*self.blocks("sql"))
-        found = server.sql("SELECT review_id, sentiment, rubric, length(decided_by) "
-                           "FROM reviews ORDER BY review_id;").split()
-        with open("answers.csv", encoding="utf-8", newline="") as file:
-            answers = [row["answer"] for row in csv.DictReader(file)]
-        self.assertEqual(found, ["0|%s|3|25" % answers[0], "1|%s|3|25" % answers[1], "2|||",
-                                 "3||4|", "5|%s|3|25" % answers[5]])
 
     def test_the_sample_holds_what_the_readme_promises(self):
         with open(SAMPLE, encoding="utf-8") as file:
