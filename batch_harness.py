@@ -7459,6 +7459,7 @@ class Psql:
                 break
             lines.append(line)
         else:
+            self.close()
             raise sqlite3.OperationalError("the database is gone: " + " ".join(lines))
         state = line[len(self._end) + 1:]
         if state != "00000":

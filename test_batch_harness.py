@@ -6754,6 +6754,121 @@ class AuditAndApply(EndpointCase):
         self.assertIn("5 rows written", apply()[2])
         self.assertIn("it holds " + run["run"], apply("--retract", "x")[2])
 
+    def postgres(self):
+        """The server, and the words of an apply to it."""
+        server = Postgres.of_all_tests()
+        if server is None:
+            self.skipTest("no PostgreSQL here")
+        server.sql("DROP TABLE IF EXISTS posts")
+        return server, [*self.APPLY[:4], server.url, *self.APPLY[5:]]
+
+    HARD = ("it's", "\\'; DROP TABLE posts; --", 'say "?" :name $1', "two\r\n\\echo lines", "\U0001f600")
+
+    def test_postgresql_takes_any_text_key_and_name_and_runs_none_of_it(self):
+        for kind, keys in (("int", (5, -1)), ("bigint", (-(1 << 62), 0)), ("text", ("a'b", "-")),
+                           ("uuid", ("%032d" % 1, "%032d" % 2))):
+            server, words = self.postgres()
+            self.answered(self.HARD, {"type": "string"})
+            server.sql('CREATE TABLE posts (id %s, text text, "My ""?""" text, decided text)' % kind)
+            for n in range(5):
+                server.sql("INSERT INTO posts VALUES ('%s', 'text number %d')" % (
+                    str(keys[n % 2]).replace("'", "''"), n))
+            server.sql("INSERT INTO posts VALUES (NULL, 'a canary that nobody asked about')")
+            code, out, err = self.main(*words, "--set", 'My "?"=answer', "--limit", "2")
+            self.assertEqual((code, "2 rows written" in err), (0, True), out + err)
+            self.assertIn("3 rows written", self.main(*words, "--set", 'My "?"=answer')[2])
+            found = server.rows('SELECT text, "My ""?""", decided FROM posts ORDER BY text')
+            self.assertEqual(found[0][1:], [None, None])
+            self.assertEqual([row[1] for row in found[1:]], list(self.HARD))
+            os.remove("l.jsonl")
+
+    def test_postgresql_keeps_what_a_second_writer_does_in_the_middle(self):
+        server, words = self.postgres()
+        self.answered(["a"] * 4, {"type": "string"})
+        self.table(4, sql=server.sql)
+        server.sql("CREATE UNIQUE INDEX one ON posts (decided) WHERE id = 3")
+        real = bh.Table.chunk
+
+        def chunk(table, after):
+            rows = real(table, after)
+            for change in ("UPDATE posts SET answer = 'hand' WHERE id = 0",
+                           "UPDATE posts SET text = 'other' WHERE id = 1",
+                           "DELETE FROM posts WHERE id = 2") if rows else ():
+                server.sql(change)
+            return rows
+        with mock.patch.object(bh.Table, "chunk", chunk):
+            code, out, err = self.main(*words)
+        self.assertEqual((code, self.ledgered()), (1, {"changed_meanwhile": 3, "applied": 1}))
+        self.assertIn("another program wrote to its row; repeat the command", err)
+        self.assertEqual(self.main(*words)[0], 0)
+        self.assertEqual(server.rows("SELECT id, answer FROM posts ORDER BY id"), [
+            [0, "hand"], [1, None], [3, "a"]])
+        self.assertEqual(self.ledgered(), {
+            "decided_elsewhere": 1, "stale_text": 1, "missing_row": 1, "applied": 1})
+
+    def test_postgresql_undoes_what_it_does_not_keep_and_names_what_it_refuses(self):
+        server, words = self.postgres()
+        self.answered(["a", "b", "c", "d", "e", 5, True], {"type": ["string", "number", "boolean"]})
+        self.table(7, ", CHECK (answer <> 'b')", server.sql)
+        server.sql("""
+            CREATE FUNCTION f() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                IF NEW.answer = 'c' THEN RETURN NULL; END IF;
+                IF NEW.answer = 'd' THEN NEW.decided = 'x'; END IF;
+                IF NEW.answer = 'e' THEN RAISE EXCEPTION 'not today'; END IF;
+                RETURN NEW; END $$;
+            CREATE TRIGGER t BEFORE UPDATE ON posts FOR EACH ROW EXECUTE FUNCTION f();""")
+        code, out, err = self.main(*words)
+        server.sql("DROP FUNCTION f CASCADE")
+        self.assertEqual(code, 1, out + err)
+        self.assertEqual(self.ledgered(), {"applied": 1, "refused": 2, "not_kept": 4})
+        why = {}
+        for row in self.rows("l.jsonl", "apply"):
+            why.update(row.get("why", {}))
+        for n, said in ((1, "violates check constraint"), (2, "column decided holds null where"),
+                        (3, 'column decided holds "x" where'), (4, "not today"),
+                        (5, 'holds "5" where 5'), (6, 'holds "true" where true')):
+            self.assertIn(said, why[bh.item_id("text number %d" % n)])
+        self.assertEqual(server.rows("SELECT id FROM posts WHERE answer IS NOT NULL"), [[0]])
+
+    def test_a_dry_run_prints_the_sql_for_postgresql_and_runs_none(self):
+        server, words = self.postgres()
+        self.answered(["it's"] * 3, {"type": "string"})
+        self.table(3, sql=server.sql)
+        code, out, err = self.main(*words, "--dry-run", "--limit", "2")
+        self.assertEqual((code, "2 rows would be written" in err), (0, True), out + err)
+        lines = out.splitlines()[:-1]
+        self.assertEqual([line.split(" SET ")[0] for line in lines], ['UPDATE "posts" t'] * 2)
+        self.assertIn(""" "answer" = 'it''s' WHERE """, lines[0])
+        self.assertEqual(server.rows("SELECT id FROM posts WHERE answer IS NOT NULL"), [])
+        server.sql("\n".join(line + ";" for line in lines))
+        self.assertIn("1 rows written", self.main(*words)[2])
+
+    def test_a_password_for_postgresql_stands_on_no_command_line_and_in_no_message(self):
+        self.answered(["a"], {"type": "string"})
+        client = self.write("psql", "#!/bin/sh\necho $PGPASSWORD $* >seen\necho no such host >&2\n")
+        os.chmod(client, 0o755)
+        os.environ["PATH"] = os.getcwd() + os.pathsep + os.environ["PATH"]
+        for url in ("postgresql://me:s%40cret@db/shop", "postgres://db/shop?password=s%40cret&a=b"):
+            code, out, err = self.main(*self.APPLY[:4], url, *self.APPLY[5:])
+            self.assertEqual((code, "no such host" in err, "cret" in out + err), (2, True, False), err)
+            seen = self.bytes("seen").decode()
+            self.assertRegex(seen, r"^s@cret -\S+ .*-d postgresql://(me@)?db/shop(\?a=b)?$")
+        code, out, err = self.main(*self.APPLY[:4], "postgresql://me:s/cret@db/shop",
+                                   *self.APPLY[5:])
+        self.assertEqual((code, "PGPASSWORD" in err, "cret" in err), (2, True, False))
+        os.environ["PATH"] = "/none"
+        said = self.main(*self.APPLY[:4], url, *self.APPLY[5:])[2]
+        self.assertIn("cannot start psql", said)
+
+    def test_killed_while_it_writes_to_postgresql_the_next_run_goes_on(self):
+        server, words = self.postgres()
+        self.answered(["a"] * 60, {"type": "string"})
+        self.table(60, sql=server.sql)
+        self.killed(words)
+        self.assertEqual(self.main(*words)[0], 0)
+        self.assertEqual(server.rows("SELECT count(*) FROM posts WHERE answer = 'a'"), [[60]])
+        self.assertEqual(self.ledgered(), {"applied": 60})
+
     def last_outcomes(self):
         """The number of each item of `answered` -> its last outcome."""
         found = {}
@@ -6764,12 +6879,9 @@ class AuditAndApply(EndpointCase):
     def databases(self):
         """The words of an apply, and how to ask its database in SQL: SQLite, and PostgreSQL."""
         yield self.APPLY, self.sql
-        server = Postgres.of_all_tests()
-        if server is not None:
-            words = list(self.APPLY)
-            words[4] = server.url
+        if Postgres.of_all_tests() is not None:
+            server, words = self.postgres()
             yield words, server.rows
-            server.sql("DROP TABLE posts")
 
     def test_answers_go_into_the_rows_they_are_about(self):
         self.posts(6)
@@ -6866,18 +6978,21 @@ class AuditAndApply(EndpointCase):
                 self.assertEqual(len(self.without()), 6 - written)
                 self.assertEqual(self.ledgered(), {"applied": written})
 
-    def test_killed_in_the_middle_table_and_ledger_agree_after_the_next_run(self):
-        self.posts(60)
+    def killed(self, words):
         quick = ("import sys, os; sys.path.insert(0, %r); import batch_harness as bh\n"
                  "bh.CHUNK = 7; real = bh.%%s; seen = []\n"
                  "def kill(*a, **k):\n    seen.append(1)\n"
                  "    if len(seen) == %%d: os.kill(os.getpid(), 9)\n    return real(*a, **k)\n"
                  "bh.%%s = kill; sys.exit(bh.main(sys.argv[1:]))" % HERE)
         for place, number in (("record", 1), ("record", 4), ("Table.update", 3),
-                              ("Table.update", 9), ("Table.update", 20)):
+                              ("Table.update", 9), ("Table.update", 16)):
             code = quick % (place, number, place)
-            run = subprocess.run([sys.executable, "-c", code, *self.APPLY], capture_output=True)
+            run = subprocess.run([sys.executable, "-c", code, *words], capture_output=True)
             self.assertEqual(run.returncode, -9, run.stderr)
+
+    def test_killed_in_the_middle_table_and_ledger_agree_after_the_next_run(self):
+        self.posts(60)
+        self.killed(self.APPLY)
         self.applied()
         self.assertEqual((self.without(), self.ledgered()), ([], {"applied": 60}))
         self.holds("l.jsonl")
@@ -7418,7 +7533,8 @@ class Postgres:
                   "-o \"-c listen_addresses='' -c fsync=off -k FOLDER\" start")
 
     def sql(self, words):
-        return self.call("psql -h FOLDER -U me -d postgres -qAt -v ON_ERROR_STOP=1", words)
+        return self.call("psql -h FOLDER -U me -d postgres -qAt -v ON_ERROR_STOP=1",
+                         "SET client_min_messages = error;" + words)
 
     def rows(self, words):
         """The rows of a query, of text and null, and numbers where a column's name is id."""
