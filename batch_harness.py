@@ -1142,7 +1142,8 @@ OPTIONAL: Dict[str, Any] = {                            # and of what kind other
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
     "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
     "price": list,
-    "size": int, "attempt": int, "why": dict, "was": dict, "set": dict, **dict.fromkeys(OUTCOMES, list)}
+    "size": int, "attempt": int, "why": dict, "was": dict, "set": dict,
+    **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
     "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "",
@@ -7367,13 +7368,17 @@ class Change(NamedTuple):
     answer: Any
 
 
+def as_cell(value: Any) -> Any:
+    """A value as a cell holds it: a list or an object is JSON."""
+    return encode(value) if isinstance(value, (list, dict)) else value
+
+
 def values_of(change: Change, fields: Iterable[Optional[str]]) -> List[Any]:
-    """What an answer has for each of these fields; a list or an object as JSON."""
+    """The cells of an answer, for each of these fields."""
     answer = change.answer
     if not isinstance(answer, dict):
         answer = {"answer": answer}
-    values = map(answer.get, fields)
-    return [encode(value) if isinstance(value, (list, dict)) else value for value in values]
+    return [as_cell(answer.get(field)) for field in fields]
 
 
 def is_server(database: str) -> bool:
@@ -7382,39 +7387,23 @@ def is_server(database: str) -> bool:
 
 
 def without_password(url: str) -> str:
-    """A URL for anybody's eyes; the password goes where psql looks for it and nobody else."""
+    """A URL for anybody's eyes; its password goes where psql looks for it, and nobody else."""
     import urllib.parse
-    parts = urllib.parse.urlsplit(url)
-    user, at, host = parts.netloc.rpartition("@")
-    user, colon, password = user.partition(":")
-    if "@" in parts.path + parts.query + parts.fragment:
-        raise HarnessError("--database: a URL writes @ / ? and # in a password as %40 %2F %3F and "
-                           "%23; or leave it out and set PGPASSWORD")
-    query = parts.query.split("&")
-    secrets = [pair[9:] for pair in query if pair.startswith("password=")]
-    if colon:
-        secrets.append(password)
-    for secret in secrets:
+
+    def taken(match: Any) -> str:
+        before, secret, after = match.groups()
         os.environ["PGPASSWORD"] = urllib.parse.unquote(secret)
-    query = [pair for pair in query if not pair.startswith("password=")]
-    # Not by urlunsplit, which takes the // from a URL without a host.
-    return "postgresql://%s%s%s%s" % (
-        user, at, host + parts.path, "?" * any(query) + "&".join(query))
+        return str(before + after)
+    url = re.sub("^([^:]+://[^:@/]*):(.*)(@)", taken, url)
+    return re.sub("([?&])password=([^&]*)&?()", taken, url)
 
 
 def filled(sql: str, values: Iterable[Any]) -> str:
-    """SQL with literals in the places of its ?, outside of names: as text, which no value ends."""
-    left = iter(values)
-
-    def literal(match: Any) -> str:
-        if match.group() != "?":
-            return str(match.group())
-        value = next(left)
-        if value is None:
-            return "NULL"
-        text = value if isinstance(value, str) else encode(value)
-        return "'%s'" % text.replace("'", "''")
-    return re.sub(r'"(?:[^"]|"")*"|\?', literal, sql)
+    """SQL with values in the places of its ?, as literals, whose quotes are doubled."""
+    literals = iter(["NULL" if value is None else "'%s'" % (
+        value if isinstance(value, str) else encode(value)).replace("'", "''")
+        for value in values])
+    return re.sub(r'("(?:[^"]|"")*")|\?', lambda match: match.group(1) or next(literals), sql)
 
 
 class Psql:
@@ -7424,24 +7413,21 @@ class Psql:
     IntegrityError is about a value, and any other ends the command.
     """
 
-    def __init__(self, options: Settings) -> None:
+    in_transaction = True                   # whenever that is asked
+
+    def __init__(self, url: str) -> None:
         import subprocess
-        self.in_transaction = False
-        self._end = "end " + os.urandom(8).hex()        # no value can hold it
+        self._end = os.urandom(8).hex()     # ends what a statement prints; no value can hold it
         try:
             self._client = subprocess.Popen(
-                ["psql", "-XAtqw", "-v", "VERBOSITY=terse", "-d", options.database],
+                ["psql", "-XAtqw", "-v", "VERBOSITY=terse", "-d", url],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                 env={**os.environ, "PGCLIENTENCODING": "UTF8"})
         except OSError as error:
             raise HarnessError("cannot start psql, the client of PostgreSQL: %s; install it "
                                "(Debian: postgresql-client)" % error.strerror)
-        self._to: Any = self._client.stdin
-        self._back: Any = self._client.stdout
-        for setting in ("client_min_messages = error", "standard_conforming_strings = on",
-                        "lock_timeout = %d" % (LOCK_WAIT * 1000),
-                        "default_transaction_read_only = " + ("off", "on")[options.dry_run]):
-            self.execute("SET " + setting)
+        self.execute("SET client_min_messages = error; SET standard_conforming_strings = on; "
+                     "SET lock_timeout = '30s'")
 
     def execute(self, sql: str, values: Iterable[Any] = ()) -> List[Any]:
         """The rows that a statement brings."""
@@ -7449,11 +7435,13 @@ class Psql:
         words = filled(sql, values)
         if "\0" in words:
             raise sqlite3.IntegrityError("a text of PostgreSQL holds no NUL")
+        to: Any = self._client.stdin
+        back: Any = self._client.stdout
         with contextlib.suppress(BrokenPipeError):
-            self._to.write(("%s;\n\\echo %s :SQLSTATE\n" % (words, self._end)).encode("utf-8"))
-            self._to.flush()
+            to.write(("%s;\n\\echo %s :SQLSTATE\n" % (words, self._end)).encode("utf-8"))
+            to.flush()
         lines = []
-        for raw in self._back:
+        for raw in back:
             line = raw.decode("utf-8", "replace").rstrip("\n")
             if line.startswith(self._end):
                 break
@@ -7461,20 +7449,14 @@ class Psql:
         else:
             self.close()
             raise sqlite3.OperationalError("the database is gone: " + " ".join(lines))
-        state = line[len(self._end) + 1:]
-        if state != "00000":
-            kind = sqlite3.DatabaseError
-            if state[:2] in ("22", "23", "38", "39", "44", "P0"):
-                kind = sqlite3.IntegrityError
-            raise kind("the database says " + " ".join(lines))
-        if sql in ("BEGIN", "COMMIT"):
-            self.in_transaction = sql == "BEGIN"
-        return [self._cells(line) for line in lines if line.startswith("[")]
-
-    def _cells(self, line: str) -> Tuple[Any, ...]:
-        cells = json.loads(line)[1:]
-        return (line, *(
-            encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells))
+        state = line.split()[-1]
+        if state == "00000":
+            return [(line, *map(as_cell, json.loads(line)[1:]))
+                    for line in lines if line.startswith("[")]
+        kind = sqlite3.DatabaseError
+        if state[:2] in ("22", "23", "38", "39", "44", "P0"):
+            kind = sqlite3.IntegrityError
+        raise kind("the database says " + " ".join(lines))
 
     def close(self) -> None:
         """What is not committed is taken back."""
@@ -7487,12 +7469,12 @@ def open_database(options: Settings) -> Any:
     import pathlib
     import sqlite3
     if is_server(options.database):
-        return Psql(options)
+        return Psql(options.database)
     mode = "ro" if options.dry_run else "rw"
     path = pathlib.Path(os.path.abspath(options.database)).as_uri()
     base = sqlite3.connect(
         "%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
-    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    base.text_factory = operator.methodcaller("decode", "utf-8", "surrogateescape")
     return base
 
 
@@ -7539,6 +7521,7 @@ class Table:
         table = quoted(options.table)
         if self.server:
             table = table.replace(".", '"."')
+        self._changes = 0                       # what `total_changes` is, if no trigger has fired
         begin, self._select, self._next, self._update = (words % {
             "read": read,
             "row": "jsonb_build_array(t.ctid, %s)" % read,
@@ -7546,14 +7529,12 @@ class Table:
             "sets": ", ".join("%s = ?" % quoted(name) for name in columns),
         } for words in (OF_FILE, OF_SERVER)[self.server])
         self.begin = "BEGIN" if options.dry_run else begin
-        place: Any = 0
-        if self.server:
-            place = "[]"
-        self.cells(place)
-        self._run("EXPLAIN " + self._update, [None] * len(columns), place)     # no view is written
+        self.cells("[]")
+        # No view is written.
+        self.base.execute("EXPLAIN " + self._update, self._values([None] * len(columns), "[]"))
 
-    def _run(self, sql: str, new: Sequence[Any], place: Any) -> Any:
-        return self.base.execute(sql, (*new, *[place] * (1 + self.server)))
+    def _values(self, new: Sequence[Any], place: Any) -> Sequence[Any]:
+        return (*new[:len(self.columns)], *[place] * (1 + self.server))
 
     def cells(self, place: Any) -> Any:
         """The cells of one row as they are now; None where it is gone."""
@@ -7566,38 +7547,39 @@ class Table:
             if after == -math.inf:
                 self.base.execute(self._next)
             return self.base.execute("FETCH %d FROM walked" % self.size)
+        self._changes = self.base.total_changes
         rows = self.base.execute(self._next, (after, self.size)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
     def now(self, cells: Any) -> Any:
-        """A row of SQLite once more, which a trigger may have changed; PostgreSQL looks itself."""
-        return cells if self.server else self.cells(cells[0])
+        """A row of SQLite once more, if a trigger may have changed it; PostgreSQL looks itself."""
+        if self.server or self.base.total_changes == self._changes:
+            return cells
+        return self.cells(cells[0])
 
     def plan(self, cells: Sequence[Any], new: Sequence[Any]) -> None:
-        """Count a row as written, and say by which statement in PostgreSQL."""
+        """Count a row as written, and note by which statement of PostgreSQL."""
         self.written += 1
         if self.server:
-            self.plans.append(filled(self._update, [*new[:len(self.columns)], cells[0], cells[0]]))
+            self.plans.append(filled(self._update, self._values(new, cells[0])) + ";")
 
-    def note(self, name: str, cells: Sequence[Any], found: Decisions) -> None:
-        """Note what a row held that was written, to be put back by --retract."""
-        was = {column: cell for column, cell in zip(self.columns, cells[3:]) if is_kept(cell)}
-        if was and is_kept(str(cells[2])):
+    def note(self, name: str, cells: Sequence[Any]) -> None:
+        """Note what a row held that was written, where JSON can say it, for --retract."""
+        was = {column: cell for column, cell in zip(self.columns, cells[3:]) if cell is not None}
+        with contextlib.suppress(TypeError, ValueError):
+            encode(was)
             self.was.setdefault(name, {})[str(cells[2])] = was
-        change = found.own(name)
-        if change is not None and not found.as_left(cells[3], cells[4:-1], change):
-            self.over += 1
 
     def update(self, cells: Any, new: Sequence[Any]) -> Fate:
         """Write one row and read it back; what it came to.  What is not kept is undone."""
         import sqlite3
         self.base.execute("SAVEPOINT decision")
         try:
-            rows = self._run(self._update, new[:len(self.columns)], cells[0])
-            back = [row[0] for row in rows] or [cells[0]]
-            now = self.cells(back[0])
+            rows = list(self.base.execute(self._update, self._values(new, cells[0])))
+            self._changes += 1
+            now = self.cells([*rows, cells][0][0])
             fate = self._kept(now, new)
             if self.server and not rows and now != cells:
                 fate = CHANGED
@@ -7626,12 +7608,6 @@ class Table:
         return APPLIED
 
 
-def is_kept(cell: Any) -> bool:
-    """Whether a row of a ledger can hold a cell."""
-    return isinstance(cell, (str, int, float)) and not SURROGATE.search(str(cell)) and (
-        encode(cell) not in ("Infinity", "-Infinity"))
-
-
 def same_cell(now: Any, value: Any) -> bool:
     """Whether a cell holds a value.  A column may hold 1 as 1.0, true as 1; a number is no text."""
     return bool(now == value) and isinstance(now, str) == isinstance(value, str)
@@ -7656,52 +7632,40 @@ class Decisions:
     reply.
     """
 
-    def __init__(self, task: Task, columns: Mapping[str, str], target: str,
-                 options: Settings) -> None:
+    def __init__(self, task: Task, columns: Mapping[str, str], target: str) -> None:
         self.task, self.columns, self.target = task, columns, target
-        self.places = [options.batch_column, *columns]          # all that is written, in order
-        if options.rubric_column is not None:
-            self.places.append(options.rubric_column)
         self.fields = list(columns.values())
-        self.changes: Dict[str, Change] = {}    # by the 32 digits of the text
+        self.changes: Dict[str, Change] = {}    # of the task, by the 32 digits of the text
+        self.known: Dict[Any, Change] = {}      # of all tasks, by mark and by (task, item)
         self.sources: Dict[str, str] = {}       # your key of the first row with a text -> item
         self.outcomes: Dict[str, str] = {}      # item -> its last outcome
         self.last: Dict[str, List[Any]] = {}    # item -> mark, values...: written last, by any task
         # item -> your key -> column -> what stood there before this task wrote
         self.was: Dict[str, Dict[str, Any]] = {}
-        self._runs: Dict[str, str] = {}         # run -> its task
-        # task -> item -> the answer that stands
-        self._named: Dict[str, Dict[str, Change]] = collections.defaultdict(dict)
 
     def read(self, path: str, rows: Iterable[Entry]) -> None:
         """Take in a ledger, each answer of the task derived from its reply again."""
         state = State(self.task)
         for row in rows:
-            settled = set(state.apply(row))
-            kind = row["event"]
-            if kind == "run":
-                self._runs[row["run"]] = row["fingerprint"]
-            elif kind == "apply":
+            settled = state.apply(row)
+            if row["event"] == "apply":
                 self._outcomes(row)
-            elif kind == "attempt" and row["verdict"] == "ok" and "arm" not in row:
-                self._answers(path, row, settled)
+            elif row.get("verdict") == "ok" and row.get("arm") is None:
+                given = {name: answer for _, name, answer in answers_of(row)}
+                if settled and rederived(row, self.task)[:2] != ("ok", given):
+                    raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
+                                       "applied, see `audit`" % (path, row["seq"]))
+                self._answers(row)
 
-    def _answers(self, path: str, row: Entry, settled: Set[int]) -> None:
-        given = answers_of(row)
-        own = row["task"] == self.task.fingerprint
-        if own and settled:
-            proof = rederived(row, self.task)
-            if proof.code != "ok" or proof.answers != {name: answer for _, name, answer in given}:
-                raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
-                                   "applied, see `audit`" % (path, row["seq"]))
-        named = self._named[row["task"]]
+    def _answers(self, row: Entry) -> None:
+        task = row["task"]
         sources = row.get("sources", itertools.repeat(None))
-        for (sha, name, answer), source in zip(given, sources):
-            mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
-            if not own:
-                named.setdefault(name, Change(name, mark, answer))
-            elif key_of(sha) in settled:
-                self.changes[sha] = named[name] = Change(name, mark, answer)
+        for (sha, name, answer), source in zip(answers_of(row), sources):
+            change = Change(name, "%s/%s/%s" % (row["run"], row["batch_id"], name), answer)
+            self.known[change.mark] = change
+            self.known.setdefault((task, name), change)             # the first one counts
+            if task == self.task.fingerprint:
+                self.changes.setdefault(sha, change)
                 if source is not None:
                     self.sources[str(source)] = name
 
@@ -7709,31 +7673,28 @@ class Decisions:
         if row["target"].rpartition(" (")[0] != self.target.rpartition(" (")[0]:
             return
         own = row["task"] == self.task.fingerprint
-        wrote: Mapping[str, str] = {}
+        columns: Mapping[str, str] = {}
         if row["target"] == self.target:
-            wrote = self.columns                # as an older version did, which did not say it
+            columns = self.columns              # as an older version did, which did not say it
             for outcome in OUTCOMES:
-                names = row.get(outcome, ())
                 if own:
-                    self.outcomes.update(dict.fromkeys(names, outcome))
-                elif outcome == "applied":      # another task has written these columns since
-                    self.outcomes.update(dict.fromkeys(names, ""))
-        self._wrote(row, row.get("set", wrote))
+                    self.outcomes.update(dict.fromkeys(row.get(outcome, ()), outcome))
+            if not own:                         # another task has written these columns since
+                self.outcomes.update(dict.fromkeys(row.get("applied", ()), ""))
+        columns = row.get("set", columns)
+        self._wrote(row, [columns.get(column) for column in self.columns])
         for name in row.get("retracted", ()):
             self.last.pop(name, None)
-            if own:
-                self.was.pop(name, None)
         if own:
             for name, rows in row.get("was", {}).items():
                 self.was.setdefault(name, {}).update(an_object(rows))
 
-    def _wrote(self, row: Entry, columns: Mapping[str, str]) -> None:
-        named = self._named[row["task"]]
-        fields = [columns.get(column) for column in self.columns]
+    def _wrote(self, row: Entry, fields: Sequence[Optional[str]]) -> None:
         nothing = [None] * (len(fields) + 1)
         for name in row.get("applied", ()):
-            if name in named:
-                cells = [named[name].mark, *values_of(named[name], fields)]
+            change = self.known.get((row["task"], name))
+            if change is not None:
+                cells = [change.mark, *values_of(change, fields)]
                 for place, field in enumerate(fields, 1):
                     if field is None:           # a column that another stage has written
                         cells[place] = self.last.get(name, nothing)[place]
@@ -7745,18 +7706,6 @@ class Decisions:
             return None
         return self.changes.get(text_digest(text)[:32])
 
-    def marked(self, mark: Any) -> Optional[Change]:
-        """The answer of any task whose mark a row holds, if it is one of this ledger's."""
-        run, *_, name = [*str(mark).split("/"), ""][:3]
-        change = self._named[self._runs.get(run, "")].get(name)
-        if change is not None and change.mark == mark:
-            return change
-        return None
-
-    def own(self, name: str) -> Optional[Change]:
-        """The answer of the task about an item."""
-        return self._named[self.task.fingerprint].get(name)
-
     def awaited(self, run: str) -> List[str]:
         """The items that have an answer; of a run to be taken back, those that were written."""
         return [change.name for change in self.changes.values()
@@ -7764,23 +7713,20 @@ class Decisions:
 
     def written(self, name: str) -> bool:
         """Whether the ledger says that the columns of an item's rows were written."""
-        return any(value is not None for value in self.last.get(name, ())[1:])
+        return not hold(self.last.get(name, ())[1:], itertools.repeat(None))
 
-    def as_left(self, mark: Any, values: Sequence[Any], own: Change) -> bool:
+    def as_left(self, mark: Any, values: Sequence[Any], own: str) -> bool:
         """Whether a row is untouched, or just as this program left it."""
-        nothing = all(value in EMPTY for value in values)
-        change = self.marked(mark)
+        nothing = hold(values, itertools.repeat(None))
+        change = self.known.get(mark)
         if change is None:
             return nothing and mark in EMPTY
         last = self.last.get(change.name, [None])
         if last[0] == mark:
             return hold(values, last[1:])
         # The ledger does not say: an older version wrote it, or it was killed before it did.
-        if hold(values, values_of(change, self.fields)):
-            return True
-        if mark == own.mark:
-            return False
-        return nothing or len(last) > 1 and hold(values, last[1:])
+        return hold(values, values_of(change, self.fields)) or mark != own and (
+            nothing or len(last) > 1 and hold(values, last[1:]))
 
 
 def to_apply(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
@@ -7790,54 +7736,55 @@ def to_apply(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
     if change is None:
         return without_answer(found, key, mark, values)
     name = change.name
-    version = found.task.rubric_version
     wanted = values_of(change, found.fields)
-    left = found.as_left(mark, values, change)
+    left = found.as_left(mark, values, change.mark)
     ours = mark == change.mark or left and found.outcomes.get(name) == "applied"
     if ours and hold(values, wanted):
         return name, "applied", None
-    first = options.overwrite and not found.written(name) and found.marked(mark) is None
-    if not left and not first:
+    if not left and (not options.overwrite or mark in found.known or found.written(name)):
         return name, "decided_elsewhere", None
+    version: Any = found.task.rubric_version
     if rubric is not None:
         decided = version_in(rubric)
-        if decided is None or version is None or decided > version:
+        if decided is None or decided > version:
             return name, "stale_rubric", None
     return name, "applied", [change.mark, *wanted, version]
 
 
 def without_answer(found: Decisions, key: Any, mark: Any, values: Sequence[Any]) -> Wish:
-    """What becomes of a row whose text has no answer; it may have had another text when it got one.
-    """
-    change = found.marked(mark)
-    own = change and found.own(change.name)
-    if change is None or own is None or not (own is change or found.written(own.name)):
+    """What becomes of a row whose text has no answer; another text that it had may have got one."""
+    change = found.known.get(mark)
+    if change is None or (found.task.fingerprint, change.name) not in found.known:
         return found.sources.get(str(key), ""), "stale_text", None
-    if found.as_left(mark, values, change):
-        return own.name, "text_changed_since", None
-    return own.name, "decided_elsewhere", None
+    outcome = "decided_elsewhere"
+    if found.as_left(mark, values, mark):
+        outcome = "text_changed_since"
+    return change.name, outcome, None
 
 
 def to_retract(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
     """What becomes of a row when the answers of a run are to be taken back."""
     _, text, key, *now = cells
     mark, *values, _ = now
-    marked = found.marked(mark)
-    change = marked or found.answer_to(text)
-    if change is None or not change.mark.startswith(options.retract + "/"):
-        marked, change = None, found.answer_to(text)
-    if change is None or not change.mark.startswith(options.retract + "/"):
+    run = options.retract + "/"
+    change = found.answer_to(text)
+    stands = str(mark).startswith(run) and mark in found.known
+    if stands:
+        change = found.known[mark]
+    elif change is None or not (change.mark.startswith(run) and found.written(change.name)):
         return "", "", None
-    name = change.name
-    before = found.was.get(name, {}).get(str(key), {})
-    old = [before.get(column) for column in found.places]
-    if marked is not None and found.as_left(mark, values, marked):
-        return name, "retracted", old
-    if marked is None and not found.written(name):
-        return "", "", None
+    before = found.was.get(change.name, {}).get(str(key), {})
+    old = [before.get(column) for column in places(options, found.columns)]
+    if stands and found.as_left(mark, values, mark):
+        return change.name, "retracted", old
     if hold(now, old):                          # killed before the ledger said so
-        return name, "retracted", None
-    return name, "decided_elsewhere", None
+        return change.name, "retracted", None
+    return change.name, "decided_elsewhere", None
+
+
+def places(options: Settings, columns: Iterable[str]) -> List[str]:
+    """All columns that are written, in order: mark, values, rubric."""
+    return [name for name in (options.batch_column, *columns, options.rubric_column) if name]
 
 
 def decided(table: Table, found: Decisions, options: Settings,
@@ -7853,15 +7800,14 @@ def decided(table: Table, found: Decisions, options: Settings,
         table.plan(cells, new)
         return name, (outcome, "")
     again = table.now(cells)
-    if again is None:
-        return name, ("missing_row", "")
     if again != cells:                          # a trigger of a row before has changed it
-        return decided(table, found, options, again)
+        return decided(table, found, options, again) if again else ("", ("missing_row", ""))
     fate = table.update(cells, new)
     if fate != APPLIED:
         return name, fate
-    if outcome == "applied":
-        table.note(name, cells, found)
+    if wish is to_apply and any(cell is not None for cell in cells[3:]):
+        table.note(name, cells)
+        table.over += not found.as_left(cells[3], cells[4:-1], new[0])
     return name, (outcome, "")
 
 
@@ -7887,16 +7833,12 @@ def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str
             continue
         for name, fate in news:
             if name:
-                came[name] = min(came.get(name, fate), fate, key=rank)
+                came[name] = min(came.get(name, fate), fate,
+                                 key=lambda one: BEST_FIRST.index(one[0]))
         if rows:
             after = rows[-1][0]
         yield {name: fate for name, fate in news if fate in (APPLIED, RETRACTED)}
     yield came
-
-
-def rank(fate: Fate) -> int:
-    """The place of what a row came to, among those of rows with one text; the least counts."""
-    return BEST_FIRST.index(fate[0])
 
 
 def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head: Entry) -> None:
@@ -7950,35 +7892,32 @@ def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     task = applied_task(options)
     columns = columns_set(options, task)
     target = "%s, table %s (%s)" % (place, options.table, ", ".join(sorted(columns)))
-    found = Decisions(task, columns, target, options)
-    with contextlib.ExitStack() as stack:
-        ledger: Optional[Ledger] = None
-        rows: Iterable[Entry] = Log(options.ledger)
-        if not options.dry_run:
-            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-            rows = ledger.rows()
-        return apply_all(options, found, ledger, rows, (say, out))
+    found = Decisions(task, columns, target)
+    if options.dry_run:
+        return apply_all(options, found, None, say, out)
+    with contextlib.closing(Ledger(options.ledger)) as ledger:
+        return apply_all(options, found, ledger, say, out)
 
 
-def apply_all(options: Settings, found: Decisions, ledger: Optional[Ledger], rows: Iterable[Entry],
-              speakers: Tuple[Speaker, Speaker]) -> int:
+def apply_all(options: Settings, found: Decisions, ledger: Optional[Ledger],
+              say: Speaker, out: Speaker) -> int:
     """Walk the table, put on the ledger what came of it, and say so; the exit code."""
     import sqlite3
-    say, out = speakers
     table: Optional[Table] = None
     head = {"stage": found.task.stage, "task": found.task.fingerprint, "target": found.target,
             "set": found.columns}
     try:
         with contextlib.closing(open_database(options)) as base:
-            table = Table(base, options, found.places)
-            found.read(options.ledger, rows)
+            table = Table(base, options, places(options, found.columns))
+            found.read(options.ledger, ledger.rows() if ledger else Log(options.ledger))
             known = dict(found.outcomes)
             for came in walk(table, found, options):
                 if ledger is not None:
                     record(ledger, known, came, {**head, "was": table.was})
+                for statement in table.plans:
+                    out(statement, wrap=False)
                 table.was.clear()
-                while table.plans:
-                    out(table.plans.pop(0), wrap=False)
+                table.plans.clear()
     except sqlite3.Error as error:
         if table is None and "locked" not in str(error):
             raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
@@ -7986,19 +7925,10 @@ def apply_all(options: Settings, found: Decisions, ledger: Optional[Ledger], row
         say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
             options.database, error))
         return STOPPED
-    return came_to(options, table, came, found.target, speakers)
-
-
-def came_to(options: Settings, table: Table, came: Mapping[str, Fate], target: str,
-            speakers: Tuple[Speaker, Speaker]) -> int:
-    """Say what a walk came to; the exit code."""
-    say, out = speakers
-    verb = "taken back in" if options.retract else "written to"
-    words = "%d rows %s%s %s" % (
-        table.written, "would be " if options.dry_run else "", verb, target)
-    if table.over:
-        words += "; %d of them over what stood there" % table.over
-    say(words)
+    verb = "%s%s" % ("would be " * options.dry_run, "taken back in" if options.retract else
+                     "written to")
+    over = "; %d of them over what stood there" % table.over
+    say("%d rows %s %s%s" % (table.written, verb, found.target, over * (table.over > 0)))
     tally = collections.Counter(outcome for outcome, _ in came.values())
     out("%d answered items: %s" % (len(came), as_counts(tally)))
     undone = {outcome: (outcome, name, why) for name, (outcome, why) in came.items() if why}
