@@ -7440,23 +7440,20 @@ class Psql:
         with contextlib.suppress(BrokenPipeError):
             to.write(("%s;\n\\echo %s :SQLSTATE\n" % (words, self._end)).encode("utf-8"))
             to.flush()
-        lines = []
-        for raw in back:
-            line = raw.decode("utf-8", "replace").rstrip("\n")
-            if line.startswith(self._end):
-                break
-            lines.append(line)
-        else:
-            self.close()
-            raise sqlite3.OperationalError("the database is gone: " + " ".join(lines))
-        state = line.split()[-1]
-        if state == "00000":
+        lines = [""]
+        while not lines[-1].startswith(self._end):
+            lines.append(back.readline().decode("utf-8", "replace"))
+            if not lines[-1]:
+                self.close()
+                raise sqlite3.OperationalError("the database is gone: " + " ".join(lines).strip())
+        end = lines.pop()
+        if end.endswith(" 00000\n"):
             return [(line, *map(as_cell, json.loads(line)[1:]))
-                    for line in lines if line.startswith("[")]
+                    for line in map(str.strip, lines) if line.startswith("[")]
         kind = sqlite3.DatabaseError
-        if state[:2] in ("22", "23", "38", "39", "44", "P0"):
+        if re.search(" (22|23|38|39|44|P0)...$", end):      # classes of errors: about a value
             kind = sqlite3.IntegrityError
-        raise kind("the database says " + " ".join(lines))
+        raise kind("the database says " + " ".join(lines).strip())
 
     def close(self) -> None:
         """What is not committed is taken back."""
@@ -7528,7 +7525,8 @@ class Table:
             "table": table,
             "sets": ", ".join("%s = ?" % quoted(name) for name in columns),
         } for words in (OF_FILE, OF_SERVER)[self.server])
-        self.begin = "BEGIN" if options.dry_run else begin
+        self.dry = options.dry_run
+        self.begin = "BEGIN" if self.dry else begin
         self.cells("[]")
         # No view is written.
         self.base.execute("EXPLAIN " + self._update, self._values([None] * len(columns), "[]"))
@@ -7559,25 +7557,27 @@ class Table:
             return cells
         return self.cells(cells[0])
 
-    def plan(self, cells: Sequence[Any], new: Sequence[Any]) -> None:
-        """Count a row as written, and note by which statement of PostgreSQL."""
-        self.written += 1
-        if self.server:
-            self.plans.append(filled(self._update, self._values(new, cells[0])) + ";")
-
     def note(self, name: str, cells: Sequence[Any]) -> None:
         """Note what a row held that was written, where JSON can say it, for --retract."""
-        was = {column: cell for column, cell in zip(self.columns, cells[3:]) if cell is not None}
+        was = dict(zip(self.columns, cells[3:]))
         with contextlib.suppress(TypeError, ValueError):
             encode(was)
             self.was.setdefault(name, {})[str(cells[2])] = was
 
     def update(self, cells: Any, new: Sequence[Any]) -> Fate:
-        """Write one row and read it back; what it came to.  What is not kept is undone."""
+        """Write one row and read it back; what it came to.  What is not kept is undone.
+
+        A dry run only notes the statement.
+        """
         import sqlite3
+        values = self._values(new, cells[0])
+        if self.dry:
+            self.written += 1
+            self.plans.append(filled(self._update, values) + ";")
+            return APPLIED
         self.base.execute("SAVEPOINT decision")
         try:
-            rows = list(self.base.execute(self._update, self._values(new, cells[0])))
+            rows = list(self.base.execute(self._update, values))
             self._changes += 1
             now = self.cells([*rows, cells][0][0])
             fate = self._kept(now, new)
@@ -7639,7 +7639,8 @@ class Decisions:
         self.known: Dict[Any, Change] = {}      # of all tasks, by mark and by (task, item)
         self.sources: Dict[str, str] = {}       # your key of the first row with a text -> item
         self.outcomes: Dict[str, str] = {}      # item -> its last outcome
-        self.last: Dict[str, List[Any]] = {}    # item -> mark, values...: written last, by any task
+        # item, and each mark -> values...: what stood in these columns when any task wrote it last
+        self.last: Dict[str, List[Any]] = {}
         # item -> your key -> column -> what stood there before this task wrote
         self.was: Dict[str, Dict[str, Any]] = {}
 
@@ -7673,32 +7674,33 @@ class Decisions:
         if row["target"].rpartition(" (")[0] != self.target.rpartition(" (")[0]:
             return
         own = row["task"] == self.task.fingerprint
-        columns: Mapping[str, str] = {}
+        columns = row.get("set", {})
         if row["target"] == self.target:
-            columns = self.columns              # as an older version did, which did not say it
+            columns = columns or self.columns   # an older version did not say it
             for outcome in OUTCOMES:
-                if own:
+                if own and columns == self.columns:
                     self.outcomes.update(dict.fromkeys(row.get(outcome, ()), outcome))
-            if not own:                         # another task has written these columns since
-                self.outcomes.update(dict.fromkeys(row.get("applied", ()), ""))
-        columns = row.get("set", columns)
+                elif outcome == "applied":      # something else stands in these columns since
+                    self.outcomes.update(dict.fromkeys(row.get(outcome, ()), ""))
         self._wrote(row, [columns.get(column) for column in self.columns])
-        for name in row.get("retracted", ()):
-            self.last.pop(name, None)
         if own:
             for name, rows in row.get("was", {}).items():
                 self.was.setdefault(name, {}).update(an_object(rows))
 
     def _wrote(self, row: Entry, fields: Sequence[Optional[str]]) -> None:
-        nothing = [None] * (len(fields) + 1)
+        nothing = [None] * len(fields)
+
+        def stands(name: str, values: Iterable[Any]) -> List[Any]:
+            before = self.last.get(name, nothing)       # of a column that another stage has written
+            return [old if field is None else value
+                    for field, value, old in zip(fields, values, before)]
         for name in row.get("applied", ()):
             change = self.known.get((row["task"], name))
             if change is not None:
-                cells = [change.mark, *values_of(change, fields)]
-                for place, field in enumerate(fields, 1):
-                    if field is None:           # a column that another stage has written
-                        cells[place] = self.last.get(name, nothing)[place]
-                self.last[name] = cells
+                self.last[name] = stands(name, values_of(change, fields))
+                self.last[change.mark] = self.last[name]
+        for name in row.get("retracted", ()):
+            self.last[name] = stands(name, nothing)
 
     def answer_to(self, text: Any) -> Optional[Change]:
         """The answer about the text of a row, if there is one."""
@@ -7713,7 +7715,7 @@ class Decisions:
 
     def written(self, name: str) -> bool:
         """Whether the ledger says that the columns of an item's rows were written."""
-        return not hold(self.last.get(name, ())[1:], itertools.repeat(None))
+        return not hold(self.last.get(name, ()), itertools.repeat(None))
 
     def as_left(self, mark: Any, values: Sequence[Any], own: str) -> bool:
         """Whether a row is untouched, or just as this program left it."""
@@ -7721,12 +7723,11 @@ class Decisions:
         change = self.known.get(mark)
         if change is None:
             return nothing and mark in EMPTY
-        last = self.last.get(change.name, [None])
-        if last[0] == mark:
-            return hold(values, last[1:])
+        if mark in self.last:
+            return hold(values, self.last[mark])
         # The ledger does not say: an older version wrote it, or it was killed before it did.
         return hold(values, values_of(change, self.fields)) or mark != own and (
-            nothing or len(last) > 1 and hold(values, last[1:]))
+            nothing or self.written(change.name) and hold(values, self.last[change.name]))
 
 
 def to_apply(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
@@ -7796,9 +7797,6 @@ def decided(table: Table, found: Decisions, options: Settings,
         return name, (outcome, "")
     if table.written == options.limit:
         return name, (LEFT, "")
-    if options.dry_run:
-        table.plan(cells, new)
-        return name, (outcome, "")
     again = table.now(cells)
     if again != cells:                          # a trigger of a row before has changed it
         return decided(table, found, options, again) if again else ("", ("missing_row", ""))
@@ -7914,7 +7912,7 @@ def apply_all(options: Settings, found: Decisions, ledger: Optional[Ledger],
             for came in walk(table, found, options):
                 if ledger is not None:
                     record(ledger, known, came, {**head, "was": table.was})
-                for statement in table.plans:
+                for statement in table.plans * table.server:
                     out(statement, wrap=False)
                 table.was.clear()
                 table.plans.clear()
@@ -7925,10 +7923,10 @@ def apply_all(options: Settings, found: Decisions, ledger: Optional[Ledger],
         say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
             options.database, error))
         return STOPPED
-    verb = "%s%s" % ("would be " * options.dry_run, "taken back in" if options.retract else
-                     "written to")
-    over = "; %d of them over what stood there" % table.over
-    say("%d rows %s %s%s" % (table.written, verb, found.target, over * (table.over > 0)))
+    verb = "would be " * options.dry_run + ("taken back in" if options.retract else "written to")
+    say("%d rows %s %s" % (table.written, verb, found.target))
+    if table.over:
+        say("%d of them over what stood there" % table.over)
     tally = collections.Counter(outcome for outcome, _ in came.values())
     out("%d answered items: %s" % (len(came), as_counts(tally)))
     undone = {outcome: (outcome, name, why) for name, (outcome, why) in came.items() if why}
@@ -8180,6 +8178,7 @@ task, labels, holds the labels; leave --labels out
 task, stage, holds the stage; leave --stage out
 max_calls, batch_api, means nothing to batch jobs; bound them with --limit
 max_cost, batch_api, means nothing to batch jobs; bound them with --limit
+overwrite, retract, means nothing to --retract; leave it out
 """
 
 

@@ -6731,7 +6731,7 @@ class AuditAndApply(EndpointCase):
     def then_over_and_back(self, apply, sql, count):
         """--overwrite writes over what was there first, and --retract puts that back."""
         said = apply("--overwrite")[2]
-        self.assertRegex(said, r"(?s)\b3 rows written to .*; 3 of them over what stood there")
+        self.assertRegex(said, r"(?s)\b3 rows written to .*\n3 of them over what stood there")
         held = dict(sql("SELECT id, answer FROM posts"))
         self.assertEqual([held[n] for n in (2, 3, 4, 8, 12, 14)], [*"aaa", "hand", "a", "hand"])
         [run] = self.rows("l.jsonl", "run")
@@ -6753,6 +6753,38 @@ class AuditAndApply(EndpointCase):
         self.assertEqual(self.bytes("l.jsonl"), before)
         self.assertIn("5 rows written", apply()[2])
         self.assertIn("it holds " + run["run"], apply("--retract", "x")[2])
+
+    def test_a_ledger_of_an_older_version_says_enough_to_know_what_was_written(self):
+        self.answered(["a"] * 4, {"type": "string"})
+        self.table(4)
+        self.applied("--limit", "3")
+        self.chained([{name: value for name, value in row.items() if name not in ("set", "was")}
+                      for row in self.every()])
+        os.replace("e.jsonl", "l.jsonl")
+        self.sql("UPDATE posts SET answer = 'hand' WHERE id = 0")
+        self.sql("UPDATE posts SET answer = NULL WHERE id = 1")
+        self.applied()
+        self.assertEqual(self.answers(), {0: "hand", 1: None, 2: "a", 3: "a"})
+        self.assertEqual(self.ledgered(), {"applied": 2, "decided_elsewhere": 2})
+
+    def test_what_another_set_of_columns_or_task_wrote_is_known_as_written(self):
+        self.items_file(3)
+        self.fields({"tone": {"enum": ["a"]}, "mood": {"enum": ["b"]}})
+        self.table(3)
+        self.sql("INSERT INTO posts (id, text) VALUES (9, 'text number 0')")
+        for field, answer in (("tone", "a"), ("mood", "b")):
+            self.applied("--set", "answer=" + field)
+            self.assertEqual({*self.answers().values()}, {answer})
+        self.sql("UPDATE posts SET answer = 'a' WHERE id = 1")      # once written, not last
+        self.fields({"tone": {"enum": ["c"]}})
+        task = ("--fingerprint", self.rows("l.jsonl", "run")[-1]["fingerprint"])
+        self.applied(*task, "--set", "answer=tone", "--limit", "1")
+        self.applied(*task, "--set", "answer=tone")
+        self.assertEqual(self.answers(), {0: "c", 1: "a", 2: "c", 9: "c"})
+        run = self.rows("l.jsonl", "run")[-1]["run"]
+        self.applied("--set", "answer=tone", "--retract", run)
+        self.assertEqual(self.answers(), {0: "b", 1: "a", 2: "b", 9: "b"})
+        self.assertIn("leave it out", self.applied("--retract", run, "--overwrite", code=2)[0])
 
     def postgres(self):
         """The server, and the words of an apply to it."""
@@ -6944,10 +6976,19 @@ class AuditAndApply(EndpointCase):
         for column in "ab":             # what is not in the column is not called applied
             self.applied("--stage", "a", "--set", column + "=answer")
         self.assertEqual(self.sql("SELECT a FROM posts WHERE a = '' OR b = '' OR a <> b"), [])
+        run = ("--retract", self.rows("l.jsonl", "run")[-1]["run"])
+        self.applied("--stage", "b", "--set", "b=answer")
+        self.assertIn("4 rows taken back", self.applied(*run, "--set", "b=answer")[0])
+        self.assertEqual(self.sql("SELECT a FROM posts WHERE a <> b"), [])
         self.sql("UPDATE posts SET a = 'by hand' WHERE id = 1")
         for stage in "baba":
             self.applied("--stage", stage, "--set", stage + "=answer")
         self.assertEqual(self.sql("SELECT a FROM posts WHERE id = 1"), [("by hand",)])
+        answers = {}
+        for row in self.rows("l.jsonl")[-4:]:
+            answers.update(row["answers"])
+        for text, b in self.sql("SELECT text, b FROM posts"):
+            self.assertEqual(b, answers[bh.item_id(text)])
 
     def test_texts_that_changed_places_get_their_own_answers(self):
         self.posts(4)
