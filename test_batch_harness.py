@@ -6786,6 +6786,19 @@ class AuditAndApply(EndpointCase):
         self.assertEqual(self.answers(), {0: "b", 1: "a", 2: "b", 9: "b"})
         self.assertIn("leave it out", self.applied("--retract", run, "--overwrite", code=2)[0])
 
+    def test_what_was_taken_back_and_not_said_is_said_by_the_next_command(self):
+        self.answered(["a"] * 3, {"type": "string"})
+        self.table(3)
+        self.applied()
+        retract = ("--retract", self.rows("l.jsonl", "run")[0]["run"])
+        self.assertIn("3 rows would be taken back", self.applied(*retract, "--dry-run")[0])
+        with mock.patch.object(bh, "record", side_effect=KeyboardInterrupt):
+            self.applied(*retract, code=130)
+        self.assertEqual((self.without(), self.ledgered()), ([0, 1, 2], {"applied": 3}))
+        self.applied(*retract)
+        self.assertEqual(self.ledgered(), {"retracted": 3})
+        self.assertIn("3 rows written", self.applied()[0])
+
     def postgres(self):
         """The server, and the words of an apply to it."""
         server = Postgres.of_all_tests()
