@@ -8,6 +8,7 @@ BATCH_HARNESS_SEED repeats a random test.
 from __future__ import annotations
 
 import ast
+import atexit
 import base64
 import collections
 import contextlib
@@ -7605,7 +7606,7 @@ class Postgres:
         if not server.bin or (server.user and not shutil.which("runuser")):
             return None
         server.start()
-        unittest.addModuleCleanup(server.stop)
+        atexit.register(server.stop)
         server.url = "postgresql://me@/postgres?host=" + server.folder
         return server
 
