@@ -1263,7 +1263,9 @@ CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")  
 ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ud800-\udfff]")    # break a line there or in an editor
 DIGITS_ONLY = re.compile("[0-9a-f]*\\Z")
 # Of apply, for each answered item; where several rows hold its text, the first that applies.
-OUTCOMES = ("applied", "not_kept", "refused", "stale_text", "stale_rubric", "missing_row")
+OUTCOMES = (
+    "applied", "retracted", "not_kept", "refused", "changed_meanwhile", "decided_elsewhere",
+    "text_changed_since", "stale_text", "stale_rubric", "missing_row")
 ATTEMPT: Dict[str, Any] = {
     "verdict": str, "attempt": int, "fallback": bool, "size": int, "batch": list, "stage": str,
     "task": str, "run": str, "batch_id": str, "form": str}
@@ -1278,7 +1280,8 @@ OPTIONAL: Dict[str, Any] = {                            # and of what kind other
     "coalesced": int, "normalised": list, "answers": dict, "status": int, "custom_id": str,
     "job": str, "requests": dict, "arm": int, "batch": list, "sources": list, "arms": list,
     "price": list, "echoes": list, "text_sha": list,
-    "size": int, "attempt": int, "why": dict, **dict.fromkeys(OUTCOMES, list)}
+    "size": int, "attempt": int, "why": dict, "was": dict, "set": dict,
+    **dict.fromkeys(OUTCOMES, list)}
 SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
     "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "",
@@ -1536,6 +1539,8 @@ class Settings(NamedTuple):
     batch_column: str = ""
     rubric_column: Optional[str] = None
     columns: Pairs = ()                         # (column, field)
+    overwrite: bool = False
+    retract: str = ""                           # a run
 
 
 # ==================================================================================================
@@ -7839,49 +7844,162 @@ def print_audit(found: Mapping[str, Any], out: Speaker) -> None:
 
 CHUNK = 1000                                # rows of one transaction
 LOCK_WAIT = 30.0                            # seconds, for another program to let go
-APPLIED = ("applied", "")
+APPLIED, RETRACTED = ("applied", ""), ("retracted", "")
+CHANGED = ("changed_meanwhile", "another program wrote to its row; repeat the command")
 LEFT = "left by --limit"                    # stands on no ledger
 BEST_FIRST = (*OUTCOMES[:-1], LEFT, OUTCOMES[-1])
+EMPTY = (None, "")
 Fate = Tuple[str, str]                      # what a row or an item came to, and why it is undone
+Wish = Tuple[str, str, Any]                 # item, what its row is to come to, cells to be written
 
 
 class Change(NamedTuple):
-    """An answer to be applied."""
+    """An answer on the ledger."""
 
     name: str                               # the item's id
-    cells: Sequence[Any]                    # mark (RUN/BATCH/ITEM), values..., rubric version
+    mark: str                               # RUN/BATCH/ITEM
+    answer: Any
+
+
+def as_cell(value: Any) -> Any:
+    """A value as a cell holds it: a list or an object is JSON."""
+    return encode(value) if isinstance(value, (list, dict)) else value
+
+
+def values_of(change: Change, fields: Iterable[Optional[str]]) -> List[Any]:
+    """The cells of an answer, for each of these fields."""
+    answer = change.answer
+    if not isinstance(answer, dict):
+        answer = {"answer": answer}
+    return [as_cell(answer.get(field)) for field in fields]
+
+
+def is_server(database: str) -> bool:
+    """Whether this names a database of PostgreSQL and no file."""
+    return re.match("postgres(ql)?://", database) is not None
+
+
+def without_password(url: str) -> str:
+    """A URL for anybody's eyes; its password goes where psql looks for it, and nobody else."""
+    import urllib.parse
+
+    def taken(match: Any) -> str:
+        before, secret, after = match.groups()
+        os.environ["PGPASSWORD"] = urllib.parse.unquote(secret)
+        return str(before + after)
+    url = re.sub("^([^:]+://[^:@/]*):(.*)(@)", taken, url)
+    return re.sub("([?&])password=([^&]*)&?()", taken, url)
+
+
+def filled(sql: str, values: Iterable[Any]) -> str:
+    """SQL with values in the places of its ?, as literals, whose quotes are doubled."""
+    literals = iter(["NULL" if value is None else "'%s'" % (
+        value if isinstance(value, str) else encode(value)).replace("'", "''")
+        for value in values])
+    return re.sub(r'("(?:[^"]|"")*")|\?', lambda match: match.group(1) or next(literals), sql)
+
+
+class Psql:
+    """PostgreSQL through its own client, as far as `Table` needs a connection of sqlite3.
+
+    A row is (its line of JSON, cells...).  What the server says is raised as sqlite3 would: an
+    IntegrityError is about a value, and any other ends the command.
+    """
+
+    in_transaction = True                   # whenever that is asked
+
+    def __init__(self, url: str) -> None:
+        import subprocess
+        self._end = os.urandom(8).hex()     # ends what a statement prints; no value can hold it
+        try:
+            self._client = subprocess.Popen(
+                ["psql", "-XAtqw", "-v", "VERBOSITY=terse", "-d", url],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                env={**os.environ, "PGCLIENTENCODING": "UTF8"})
+        except OSError as error:
+            raise HarnessError("cannot start psql, the client of PostgreSQL: %s; install it "
+                               "(Debian: postgresql-client)" % error.strerror)
+        self.execute("SET client_min_messages = error; SET standard_conforming_strings = on; "
+                     "SET lock_timeout = '30s'")
+
+    def execute(self, sql: str, values: Iterable[Any] = ()) -> List[Any]:
+        """The rows that a statement brings."""
+        import sqlite3
+        words = filled(sql, values)
+        if "\0" in words:
+            raise sqlite3.IntegrityError("a text of PostgreSQL holds no NUL")
+        to: Any = self._client.stdin
+        back: Any = self._client.stdout
+        with contextlib.suppress(BrokenPipeError):
+            to.write(("%s;\n\\echo %s :SQLSTATE\n" % (words, self._end)).encode("utf-8"))
+            to.flush()
+        lines = [""]
+        while not lines[-1].startswith(self._end):
+            lines.append(back.readline().decode("utf-8", "replace"))
+            if not lines[-1]:
+                self.close()
+                raise sqlite3.OperationalError("the database is gone: " + " ".join(lines).strip())
+        end = lines.pop()
+        if end.endswith(" 00000\n"):
+            return [(line, *map(as_cell, json.loads(line)[1:]))
+                    for line in map(str.strip, lines) if line.startswith("[")]
+        kind = sqlite3.DatabaseError
+        if re.search(" (22|23|38|39|44|P0)...$", end):      # classes of errors: about a value
+            kind = sqlite3.IntegrityError
+        raise kind("the database says " + " ".join(lines).strip())
+
+    def close(self) -> None:
+        """What is not committed is taken back."""
+        self._client.kill()
+        self._client.communicate()
 
 
 def open_database(options: Settings) -> Any:
     """The connection of `apply`, which never makes a file.  sqlite3.Error where there is none."""
     import pathlib
     import sqlite3
+    if is_server(options.database):
+        return Psql(options.database)
     mode = "ro" if options.dry_run else "rw"
     path = pathlib.Path(os.path.abspath(options.database)).as_uri()
     base = sqlite3.connect(
         "%s?mode=%s" % (path, mode), uri=True, timeout=LOCK_WAIT, isolation_level=None)
-    base.text_factory = lambda raw: raw.decode("utf-8", "surrogateescape")
+    base.text_factory = operator.methodcaller("decode", "utf-8", "surrogateescape")
     return base
 
 
-class Table:
-    """A table of an SQLite file, and the columns that matter here.
+# How each database begins, reads one row, reads the next ones, writes one: (place,) of SQLite is
+# the rowid; (place, place) of PostgreSQL is the row as it was read, without which nothing is done.
+OF_FILE = (
+    "BEGIN IMMEDIATE",
+    "SELECT t._rowid_, %(read)s FROM %(table)s t WHERE t._rowid_ = ?",
+    "SELECT t._rowid_, %(read)s FROM %(table)s t WHERE t._rowid_ > ? ORDER BY 1 LIMIT ?",
+    "UPDATE %(table)s SET %(sets)s WHERE _rowid_ = ?")
+OF_SERVER = (
+    "BEGIN",
+    "SELECT %(row)s FROM %(table)s t WHERE t.ctid = (?::jsonb ->> 0)::tid",
+    "DECLARE walked NO SCROLL CURSOR WITH HOLD FOR SELECT %(row)s FROM %(table)s t",
+    "UPDATE %(table)s t SET %(sets)s WHERE t.ctid = (?::jsonb ->> 0)::tid AND %(row)s = ?::jsonb "
+    "RETURNING %(row)s")
 
-    A row's cells are (rowid, text, key, mark, values..., rubric).  sqlite3.Error where there is no
+
+class Table:
+    """A table of a database, and the columns that matter here.
+
+    A row's cells are (place, text, key, mark, values..., rubric).  sqlite3.Error where there is no
     such table or column.
     """
 
-    def __init__(self, base: Any, options: Settings, fields: Iterable[str]) -> None:
+    def __init__(self, base: Any, options: Settings, columns: Sequence[str]) -> None:
         self.base = base
         self.size = CHUNK
-        self.written = 0                        # rows
+        self.written = self.over = 0            # rows; of them, over what was there before
+        self.was: Dict[str, Dict[str, Any]] = {}        # what this transaction writes over
+        self.plans: List[str] = []              # what a dry run would do
         self.rubric = options.rubric_column
-        self.columns = [options.batch_column, *fields]
-        cells = [options.text_field or "text", options.id_field or "id", *self.columns]
-        if self.rubric is not None:
-            self.columns.append(self.rubric)
-            cells.append(self.rubric)
-        used = [name.lower() for name in (*cells, "rowid", "oid", "_rowid_")]
+        self.columns = columns
+        cells = [options.text_field or "text", options.id_field or "id", *columns]
+        used = [name.lower() for name in (*cells, "rowid", "oid", "_rowid_", "ctid")]
         if len(set(used)) < len(used):
             raise HarnessError("each of --text-field, --id-field, --batch-column, --rubric-column "
                                "and --set COLUMN must name a column of its own")
@@ -7889,33 +8007,75 @@ class Table:
         read = ", ".join("t." + quoted(name) for name in cells)
         if self.rubric is None:
             read += ", NULL"
-        self._select = "SELECT t._rowid_, %s FROM %s t WHERE t._rowid_ " % (
-            read, quoted(options.table))
-        self._update = "UPDATE %s SET %s WHERE _rowid_ = ?" % (
-            quoted(options.table), ", ".join("%s = ?" % quoted(name) for name in self.columns))
-        self.cells(0)
-        self.base.execute("EXPLAIN " + self._update, (0, *self.columns))    # no view is written
+        self.server = isinstance(base, Psql)
+        table = quoted(options.table)
+        if self.server:
+            table = table.replace(".", '"."')
+        self._changes = 0                       # what `total_changes` is, if no trigger has fired
+        begin, self._select, self._next, self._update = (words % {
+            "read": read,
+            "row": "jsonb_build_array(t.ctid, %s)" % read,
+            "table": table,
+            "sets": ", ".join("%s = ?" % quoted(name) for name in columns),
+        } for words in (OF_FILE, OF_SERVER)[self.server])
+        self.dry = options.dry_run
+        self.begin = "BEGIN" if self.dry else begin
+        self.cells("[]")
+        # No view is written.
+        self.base.execute("EXPLAIN " + self._update, self._values([None] * len(columns), "[]"))
 
-    def cells(self, row: int) -> Any:
+    def _values(self, new: Sequence[Any], place: Any) -> Sequence[Any]:
+        return (*new[:len(self.columns)], *[place] * (1 + self.server))
+
+    def cells(self, place: Any) -> Any:
         """The cells of one row as they are now; None where it is gone."""
-        return self.base.execute(self._select + "= ?", (row,)).fetchone()
+        return next(iter(self.base.execute(self._select, (place,))), None)
 
-    def chunk(self, after: float) -> Any:
+    def chunk(self, after: Any) -> Any:
         """The cells of the next rows."""
         import sqlite3
-        rows = self.base.execute(
-            self._select + "> ? ORDER BY 1 LIMIT ?", (after, self.size)).fetchall()
+        if self.server:
+            if after == -math.inf:
+                self.base.execute(self._next)
+            return self.base.execute("FETCH %d FROM walked" % self.size)
+        self._changes = self.base.total_changes
+        rows = self.base.execute(self._next, (after, self.size)).fetchall()
         if rows and not after < rows[0][0] <= rows[-1][0]:
             raise sqlite3.DatabaseError("its rows do not come in order; is the file damaged?")
         return rows
 
-    def update(self, row: int, cells: Sequence[Any]) -> Fate:
-        """Write one row and read it back; what it came to.  What is not kept is undone."""
+    def now(self, cells: Any) -> Any:
+        """A row of SQLite once more, if a trigger may have changed it; PostgreSQL looks itself."""
+        if self.server or self.base.total_changes == self._changes:
+            return cells
+        return self.cells(cells[0])
+
+    def note(self, name: str, cells: Sequence[Any]) -> None:
+        """Note what a row held that was written, where JSON can say it, for --retract."""
+        was = dict(zip(self.columns, cells[3:]))
+        with contextlib.suppress(TypeError, ValueError):
+            encode(was)
+            self.was.setdefault(name, {})[str(cells[2])] = was
+
+    def update(self, cells: Any, new: Sequence[Any]) -> Fate:
+        """Write one row and read it back; what it came to.  What is not kept is undone.
+
+        A dry run only notes the statement.
+        """
         import sqlite3
+        values = self._values(new, cells[0])
+        if self.dry:
+            self.written += 1
+            self.plans.append(filled(self._update, values) + ";")
+            return APPLIED
         self.base.execute("SAVEPOINT decision")
         try:
-            self.base.execute(self._update, [*cells[:len(self.columns)], row])
-            fate = self._kept(self.cells(row), cells)
+            rows = list(self.base.execute(self._update, values))
+            self._changes += 1
+            now = self.cells([*rows, cells][0][0])
+            fate = self._kept(now, new)
+            if self.server and not rows and now != cells:
+                fate = CHANGED
         except (sqlite3.Error, OverflowError) as error:
             fate = "refused", str(error)[:MAX_KEPT]
             if type(error) is not sqlite3.IntegrityError and re.search(
@@ -7929,11 +8089,11 @@ class Table:
             self.base.execute("RELEASE decision")
         return fate
 
-    def _kept(self, now: Any, cells: Sequence[Any]) -> Fate:
+    def _kept(self, now: Any, new: Sequence[Any]) -> Fate:
         """Whether a row holds what was written, in value and type, or which column does not."""
         if now is None:
             return "not_kept", "the row went away when it was written"
-        for column, cell, value in zip(self.columns, now[3:], cells):
+        for column, cell, value in zip(self.columns, now[3:], new):
             version = column == self.rubric and version_in(cell) == value
             if not version and not same_cell(cell, value):
                 return "not_kept", "column %s holds %s where %s was written" % (
@@ -7946,108 +8106,212 @@ def same_cell(now: Any, value: Any) -> bool:
     return bool(now == value) and isinstance(now, str) == isinstance(value, str)
 
 
+def hold(cells: Iterable[Any], values: Iterable[Any]) -> bool:
+    """Whether cells hold values; null is held by what is empty, too."""
+    return all(same_cell(cell, value) or value is None and cell in EMPTY
+               for cell, value in zip(cells, values))
+
+
 def version_in(cell: Any) -> Optional[int]:
     """The rubric version that a cell spells, in a column of any type; None where it spells none."""
     match = re.match(r"(-?\d{1,19})(\.0)?\Z", str(cell))
     return int(match.group(1)) if match else None
 
 
-class Decisions(NamedTuple):
-    """What a ledger says of one task, and of one target of `apply`."""
+class Decisions:
+    """What a ledger says of one task, and of what `apply` wrote into one table: a fold over rows.
 
-    changes: Dict[str, Change]              # by the 32 digits of the text
-    sources: Dict[str, str]                 # the caller's key of the first row with a text -> item
-    outcomes: Dict[str, str]                # item -> its last outcome
-
-
-def decisions(path: str, rows: Iterable[Entry], task: Task, fields: Iterable[str],
-              target: str) -> Decisions:
-    """The answers that stand for a task, each derived from its reply again; what came of them."""
-    found = Decisions({}, {}, {})
-    state = State(task)
-    for row in rows:
-        settled = set(state.apply(row))
-        if row["event"] == "apply" and row["target"] == target:
-            for outcome in OUTCOMES:
-                names = row.get(outcome, ())
-                if row["task"] == task.fingerprint:
-                    found.outcomes.update(dict.fromkeys(names, outcome))
-                elif outcome == "applied":  # another task has written these columns since
-                    found.outcomes.update(dict.fromkeys(names, ""))
-        if not settled or row["verdict"] != "ok":
-            continue
-        proof = rederived(row, task)
-        given = answers_of(row)
-        if proof.code != "ok" or proof.answers != {name: answer for _, name, answer in given}:
-            raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
-                               "applied, see `audit`" % (path, row["seq"]))
-        sources = row.get("sources", itertools.repeat(None))
-        for (sha, name, answer), source in zip(given, sources):
-            if key_of(sha) in settled:
-                mark = "%s/%s/%s" % (row["run"], row["batch_id"], name)
-                values = {"answer": answer} if task.bare else answer
-                cells = [mark, *map(values.get, fields), task.rubric_version]
-                found.changes[sha] = Change(name, [
-                    encode(cell) if isinstance(cell, (list, dict)) else cell for cell in cells])
-                if source is not None:
-                    found.sources[str(source)] = name
-    return found
-
-
-def row_outcome(cells: Sequence[Any], change: Change, applied: bool) -> str:
-    """What becomes of a row with the text of an answer; blank: the answer is to be written.
-
-    `cells` are its mark, values and rubric now; `applied`: the ledger says the item was.
+    `columns` says which column takes which field.  HarnessError: an answer is not that of its
+    reply.
     """
-    mark, *values, rubric = cells
-    own, *wanted, version = change.cells
-    pairs = list(zip(values, wanted))
-    there = mark == own and all(itertools.starmap(same_cell, pairs))
-    # A person may have changed it since; the mark may be that of another stage on the same text.
-    ours = applied and str(mark).endswith("/" + change.name)
-    if there or ours and not any(now is None and value is not None for now, value in pairs):
-        return "applied"
+
+    def __init__(self, task: Task, columns: Mapping[str, str], target: str) -> None:
+        self.task, self.columns, self.target = task, columns, target
+        self.fields = list(columns.values())
+        self.changes: Dict[str, Change] = {}    # of the task, by the 32 digits of the text
+        self.known: Dict[Any, Change] = {}      # of all tasks, by mark and by (task, item)
+        self.sources: Dict[str, str] = {}       # your key of the first row with a text -> item
+        self.outcomes: Dict[str, str] = {}      # item -> its last outcome
+        # item, and each mark -> values...: what stood in these columns when any task wrote it last
+        self.last: Dict[str, List[Any]] = {}
+        # item -> your key -> column -> what stood there before this task wrote
+        self.was: Dict[str, Dict[str, Any]] = {}
+
+    def read(self, path: str, rows: Iterable[Entry]) -> None:
+        """Take in a ledger, each answer of the task derived from its reply again."""
+        state = State(self.task)
+        for row in rows:
+            settled = state.apply(row)
+            if row["event"] == "apply":
+                self._outcomes(row)
+            elif row.get("verdict") == "ok" and row.get("arm") is None:
+                given = {name: answer for _, name, answer in answers_of(row)}
+                if settled and rederived(row, self.task)[:2] != ("ok", given):
+                    raise HarnessError("%s:%d: its answers are not those of its reply; nothing was "
+                                       "applied, see `audit`" % (path, row["seq"]))
+                self._answers(row)
+
+    def _answers(self, row: Entry) -> None:
+        task = row["task"]
+        sources = row.get("sources", itertools.repeat(None))
+        for (sha, name, answer), source in zip(answers_of(row), sources):
+            change = Change(name, "%s/%s/%s" % (row["run"], row["batch_id"], name), answer)
+            self.known[change.mark] = change
+            self.known.setdefault((task, name), change)             # the first one counts
+            if task == self.task.fingerprint:
+                self.changes.setdefault(sha, change)
+                if source is not None:
+                    self.sources[str(source)] = name
+
+    def _outcomes(self, row: Entry) -> None:
+        if row["target"].rpartition(" (")[0] != self.target.rpartition(" (")[0]:
+            return
+        own = row["task"] == self.task.fingerprint
+        columns = row.get("set", {})
+        if row["target"] == self.target:
+            columns = columns or self.columns   # an older version did not say it
+            for outcome in OUTCOMES:
+                if own and columns == self.columns:
+                    self.outcomes.update(dict.fromkeys(row.get(outcome, ()), outcome))
+                elif outcome == "applied":      # something else stands in these columns since
+                    self.outcomes.update(dict.fromkeys(row.get(outcome, ()), ""))
+        self._wrote(row, [columns.get(column) for column in self.columns])
+        if own:
+            for name, rows in row.get("was", {}).items():
+                self.was.setdefault(name, {}).update(an_object(rows))
+
+    def _wrote(self, row: Entry, fields: Sequence[Optional[str]]) -> None:
+        nothing = [None] * len(fields)
+
+        def stands(name: str, values: Iterable[Any]) -> List[Any]:
+            before = self.last.get(name, nothing)       # of a column that another stage has written
+            return [old if field is None else value
+                    for field, value, old in zip(fields, values, before)]
+        for name in row.get("applied", ()):
+            change = self.known.get((row["task"], name))
+            if change is not None:
+                self.last[name] = stands(name, values_of(change, fields))
+                self.last[change.mark] = self.last[name]
+        for name in row.get("retracted", ()):
+            self.last[name] = stands(name, nothing)
+
+    def answer_to(self, text: Any) -> Optional[Change]:
+        """The answer about the text of a row, if there is one."""
+        if not isinstance(text, str) or SURROGATE.search(text):
+            return None
+        return self.changes.get(text_digest(text)[:32])
+
+    def awaited(self, run: str) -> List[str]:
+        """The items that have an answer; of a run to be taken back, those that were written."""
+        return [change.name for change in self.changes.values()
+                if not run or change.mark.startswith(run + "/") and self.written(change.name)]
+
+    def written(self, name: str) -> bool:
+        """Whether the ledger says that the columns of an item's rows were written."""
+        return not hold(self.last.get(name, ()), itertools.repeat(None))
+
+    def as_left(self, mark: Any, values: Sequence[Any], own: str) -> bool:
+        """Whether a row is untouched, or just as this program left it."""
+        nothing = hold(values, itertools.repeat(None))
+        change = self.known.get(mark)
+        if change is None:
+            return nothing and mark in EMPTY
+        if mark in self.last:
+            return hold(values, self.last[mark])
+        # The ledger does not say: an older version wrote it, or it was killed before it did.
+        return hold(values, values_of(change, self.fields)) or mark != own and (
+            nothing or self.written(change.name) and hold(values, self.last[change.name]))
+
+
+def to_apply(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
+    """What becomes of a row when the answer about its text is to stand in it."""
+    _, text, key, mark, *values, rubric = cells
+    change = found.answer_to(text)
+    if change is None:
+        return without_answer(found, key, mark, values)
+    name = change.name
+    wanted = values_of(change, found.fields)
+    left = found.as_left(mark, values, change.mark)
+    ours = mark == change.mark or left and found.outcomes.get(name) == "applied"
+    if ours and hold(values, wanted):
+        return name, "applied", None
+    if not left and (not options.overwrite or mark in found.known or found.written(name)):
+        return name, "decided_elsewhere", None
+    version: Any = found.task.rubric_version
     if rubric is not None:
         decided = version_in(rubric)
         if decided is None or decided > version:
-            return "stale_rubric"
-    return ""
+            return name, "stale_rubric", None
+    return name, "applied", [change.mark, *wanted, version]
+
+
+def without_answer(found: Decisions, key: Any, mark: Any, values: Sequence[Any]) -> Wish:
+    """What becomes of a row whose text has no answer; another text that it had may have got one."""
+    change = found.known.get(mark)
+    if change is None or (found.task.fingerprint, change.name) not in found.known:
+        return found.sources.get(str(key), ""), "stale_text", None
+    outcome = "decided_elsewhere"
+    if found.as_left(mark, values, mark):
+        outcome = "text_changed_since"
+    return change.name, outcome, None
+
+
+def to_retract(found: Decisions, options: Settings, cells: Sequence[Any]) -> Wish:
+    """What becomes of a row when the answers of a run are to be taken back."""
+    _, text, key, *now = cells
+    mark, *values, _ = now
+    run = options.retract + "/"
+    change = found.answer_to(text)
+    stands = str(mark).startswith(run) and mark in found.known
+    if stands:
+        change = found.known[mark]
+    elif change is None or not (change.mark.startswith(run) and found.written(change.name)):
+        return "", "", None
+    before = found.was.get(change.name, {}).get(str(key), {})
+    old = [before.get(column) for column in places(options, found.columns)]
+    if stands and found.as_left(mark, values, mark):
+        return change.name, "retracted", old
+    if hold(now, old):                          # killed before the ledger said so
+        return change.name, "retracted", None
+    return change.name, "decided_elsewhere", None
+
+
+def places(options: Settings, columns: Iterable[str]) -> List[str]:
+    """All columns that are written, in order: mark, values, rubric."""
+    return [name for name in (options.batch_column, *columns, options.rubric_column) if name]
 
 
 def decided(table: Table, found: Decisions, options: Settings,
             cells: Sequence[Any]) -> Tuple[str, Fate]:
     """Decide a row, and write it where it is to be: the item, if any, and what the row came to."""
-    row, text, key, *now = cells
-    change = None
-    if isinstance(text, str) and not SURROGATE.search(text):
-        change = found.changes.get(text_digest(text)[:32])
-    if change is None:
-        return found.sources.get(str(key), ""), ("stale_text", "")
-    outcome = row_outcome(now, change, found.outcomes.get(change.name) == "applied")
-    if outcome:
-        return change.name, (outcome, "")
+    wish = to_retract if options.retract else to_apply
+    name, outcome, new = wish(found, options, cells)
+    if new is None:
+        return name, (outcome, "")
     if table.written == options.limit:
-        return change.name, (LEFT, "")
-    if options.dry_run:
-        table.written += 1
-        return change.name, APPLIED
-    again = table.cells(row)
-    if again != cells:                              # a trigger of a row before has changed it
+        return name, (LEFT, "")
+    again = table.now(cells)
+    if again != cells:                          # a trigger of a row before has changed it
         return decided(table, found, options, again) if again else ("", ("missing_row", ""))
-    return change.name, table.update(row, change.cells)
+    fate = table.update(cells, new)
+    if fate != APPLIED:
+        return name, fate
+    if wish is to_apply and any(cell is not None for cell in cells[3:]):
+        table.note(name, cells)
+        table.over += not found.as_left(cells[3], cells[4:-1], new[0])
+    return name, (outcome, "")
 
 
 def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str, Fate]]:
-    """Walk a table.  After each transaction the items applied in it; in the end all answered items,
-    each with the best that any of its rows came to.
+    """Walk a table.  After each transaction the items written in it; in the end all items that it
+    is about, each with the best that any of its rows came to.
     """
-    came = {change.name: ("missing_row", "") for change in found.changes.values()}
-    after = -math.inf
+    came = dict.fromkeys(found.awaited(options.retract), ("missing_row", ""))
+    after: Any = -math.inf
     rows: Sequence[Any] = [()]
     while rows:
-        # Nobody writes between our reading and writing.
-        table.base.execute("BEGIN" if options.dry_run else "BEGIN IMMEDIATE")
-        written = table.written
+        table.base.execute(table.begin)
+        written, over = table.written, table.over
         rows = table.chunk(after)
         news = [decided(table, found, options, cells)
                 for cells in rows if table.base.in_transaction]
@@ -8055,14 +8319,16 @@ def walk(table: Table, found: Decisions, options: Settings) -> Iterator[Dict[str
             table.base.execute("COMMIT")
         elif table.size > 1:                    # nothing of it stands: again, each row by itself
             table.size = 1
-            table.written = written
+            table.written, table.over = written, over
+            table.was.clear()
             continue
         for name, fate in news:
             if name:
-                came[name] = min(came[name], fate, key=lambda one: BEST_FIRST.index(one[0]))
+                came[name] = min(came.get(name, fate), fate,
+                                 key=lambda one: BEST_FIRST.index(one[0]))
         if rows:
             after = rows[-1][0]
-        yield {name: fate for name, fate in news if fate == APPLIED}
+        yield {name: fate for name, fate in news if fate in (APPLIED, RETRACTED)}
     yield came
 
 
@@ -8076,7 +8342,7 @@ def record(ledger: Ledger, known: Dict[str, str], came: Mapping[str, Fate], head
             news[outcome].append(name)
             if why:
                 reasons[name] = why
-    if news:
+    if news or head["was"]:
         ledger.append(row_parts(compact({
             "event": "apply", "at": timestamp(), **head, **news, "why": reasons})))
         ledger.sync()
@@ -8095,38 +8361,65 @@ def columns_set(options: Settings, task: Task) -> Dict[str, str]:
     return fields
 
 
+def applied_task(options: Settings) -> Task:
+    """The task whose answers to apply, or whose run to take back."""
+    fingerprint = options.fingerprint
+    if options.retract:
+        runs = {row["run"]: row["fingerprint"]
+                for row in Log(options.ledger) if row["event"] == "run"}
+        if options.retract not in runs:
+            raise HarnessError("--retract: %s holds no run %s; it holds %s" % (
+                options.ledger, options.retract, ", ".join(runs)))
+        fingerprint = runs[options.retract]
+    return ledger_task([options.ledger], options.stage, fingerprint)
+
+
 def command_apply(options: Settings, say: Speaker, out: Speaker) -> int:
     """Write the answers of a ledger into a table, where each row still is what was asked about."""
+    place = os.path.abspath(options.database)
+    if is_server(options.database):
+        place = without_password(options.database)
+        options = options._replace(database=place)
+    task = applied_task(options)
+    columns = columns_set(options, task)
+    target = "%s, table %s (%s)" % (place, options.table, ", ".join(sorted(columns)))
+    found = Decisions(task, columns, target)
+    if options.dry_run:
+        return apply_all(options, found, None, say, out)
+    with contextlib.closing(Ledger(options.ledger)) as ledger:
+        return apply_all(options, found, ledger, say, out)
+
+
+def apply_all(options: Settings, found: Decisions, ledger: Optional[Ledger],
+              say: Speaker, out: Speaker) -> int:
+    """Walk the table, put on the ledger what came of it, and say so; the exit code."""
     import sqlite3
-    task = ledger_task([options.ledger], options.stage, options.fingerprint)
-    fields = columns_set(options, task)
-    target = "%s, table %s (%s)" % (
-        os.path.abspath(options.database), options.table, ", ".join(sorted(fields)))
-    head = {"stage": task.stage, "task": task.fingerprint, "target": target}
     table: Optional[Table] = None
-    with contextlib.ExitStack() as stack:
-        ledger: Optional[Ledger] = None
-        rows: Iterable[Entry] = Log(options.ledger)
-        if not options.dry_run:
-            ledger = stack.enter_context(contextlib.closing(Ledger(options.ledger)))
-            rows = ledger.rows()
-        try:
-            base = stack.enter_context(contextlib.closing(open_database(options)))
-            table = Table(base, options, fields)
-            found = decisions(options.ledger, rows, task, fields.values(), target)
+    head = {"stage": found.task.stage, "task": found.task.fingerprint, "target": found.target,
+            "set": found.columns}
+    try:
+        with contextlib.closing(open_database(options)) as base:
+            table = Table(base, options, places(options, found.columns))
+            found.read(options.ledger, ledger.rows() if ledger else Log(options.ledger))
             known = dict(found.outcomes)
             for came in walk(table, found, options):
                 if ledger is not None:
-                    record(ledger, known, came, head)
-        except sqlite3.Error as error:
-            if table is None and "locked" not in str(error):
-                raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
-                                   "the columns" % (options.table, options.database, error))
-            say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
-                options.database, error))
-            return STOPPED
-    verb = "would be written" if options.dry_run else "written"
-    say("%d rows %s to %s" % (table.written, verb, target))
+                    record(ledger, known, came, {**head, "was": table.was})
+                for statement in table.plans * table.server:
+                    out(statement, wrap=False)
+                table.was.clear()
+                table.plans.clear()
+    except sqlite3.Error as error:
+        if table is None and "locked" not in str(error):
+            raise HarnessError("cannot use table %s of %s: %s; check --database, --table and "
+                               "the columns" % (options.table, options.database, error))
+        say("batch_harness: %s: %s; what was committed stands, so repeat the command" % (
+            options.database, error))
+        return STOPPED
+    verb = "would be " * options.dry_run + ("taken back in" if options.retract else "written to")
+    say("%d rows %s %s" % (table.written, verb, found.target))
+    if table.over:
+        say("%d of them over what stood there" % table.over)
     tally = collections.Counter(outcome for outcome, _ in came.values())
     out("%d answered items: %s" % (len(came), as_counts(tally)))
     undone = {outcome: (outcome, name, why) for name, (outcome, why) in came.items() if why}
@@ -8288,13 +8581,15 @@ reading:
     --stage NAME                whose answers, where the ledger holds several tasks
 table:
   apply
-    --database FILE!            required: of SQLite
+    --database FILE!            required: of SQLite, or postgresql://USER@HOST/NAME by psql
     --table NAME!               required: whose rows are written
     --text-field COLUMN         column that holds the text (default text)
     --id-field COLUMN           column that holds your own key (default id)
     --batch-column COLUMN!      required: takes RUN/BATCH/ITEM, which decided
     --rubric-column COLUMN      holds the rubric version that decided last, and takes the new one
     --set COLUMN=FIELD          which column takes which field (default: those of the same name)
+    --overwrite                 the first time, write over what stands in these columns
+    --retract RUN               take back what this run wrote and nobody has changed
 rarely needed:
   run trial emit export report explain audit
     --id-length 12..32          hex digits of an id (default 12)
@@ -8353,7 +8648,7 @@ python3 batch_harness.py export reviews.csv -o answers.jsonl --ledger runs/1.jso
 python3 batch_harness.py audit
 python3 batch_harness.py audit --input reviews.csv
 python3 batch_harness.py audit --ledger runs/1.jsonl runs/2.jsonl
-  apply    write answers into a table of SQLite
+  apply    write answers into a table of SQLite or PostgreSQL
 python3 batch_harness.py apply --database a.db --table reviews --batch-column batch --dry-run
 python3 batch_harness.py apply --database a.db --table reviews --batch-column batch --limit 10
 python3 batch_harness.py apply --database a.db --table t --batch-column b --set label=answer
@@ -8384,6 +8679,7 @@ task, stage, holds the stage; leave --stage out
 reply, structured, means nothing under --structured; leave one of them out
 max_calls, batch_api, means nothing to batch jobs; bound them with --limit
 max_cost, batch_api, means nothing to batch jobs; bound them with --limit
+overwrite, retract, means nothing to --retract; leave it out
 """
 
 
