@@ -6083,8 +6083,10 @@ class Figures:
 
     def settled(self) -> Mapping[int, Answer]:
         """What became of each text: its answer, () in quarantine."""
+        if not self.aside:                  # a copy takes time and room
+            return self.answers
         none: Dict[int, Answer] = dict.fromkeys(self.aside, ())
-        return collections.ChainMap(self.answers, none)
+        return {**none, **self.answers}
 
     def settled_batches(self) -> List[List[int]]:
         """The texts of each full batch, once all are settled, be it one by one."""
@@ -6271,7 +6273,7 @@ class Comparison:
     def _weigh(self, settled: Sequence[Mapping[int, Answer]]) -> None:
         """Take in what became of each text here, at size 1 and at its repetition."""
         here, one, two = settled
-        for batch in self.figures.settled_batches():
+        for batch in self.figures.settled_batches() if one else ():
             keys = [key for key in batch if key in one or asked_alone(key, self.figures.largest)]
             excess = excess_of(keys, settled)
             if excess is not None:
