@@ -726,8 +726,9 @@ def describe(schema: Any, form: str = "list") -> str:
         if form == "lines":
             return words + " | ".join(labels)
         return words + ", ".join(map(encode, labels))
-    kinds = {"lines": ("a line of text", "a line of text")}
-    text, value = kinds.get(form, ("a string", "a JSON value"))
+    text, value = "a string", "a JSON value"
+    if form == "lines":
+        text = value = "a line of text"
     if schema == {"type": "string"}:
         return text
     return "%s that fits the schema %s" % (value, encode(schema))
@@ -1291,15 +1292,9 @@ SHAPES = {event: {**OPTIONAL, **needed} for event, needed in NEEDED.items()}
 LIKE_A_ROW = {          # what an attempt's row has beside the members of a job's request
     "event": "attempt", "seq": 0, "verdict": "not_json", "stage": "", "task": "", "run": "",
     "form": ""}
-ATTEMPT_COLUMNS = re.findall(r"\w+", """
-event at verdict attempt fallback size model_string batch answers quarantined missing extra detail
-normalised reordered form stage task arm run batch_id ms tokens_in tokens_out finish request_id
-params sources echoes text_sha prompt_sha job custom_id reply
-""")
 LISTS = {                                               # and of what kind members of lists are
     **dict.fromkeys(("batch", "normalised", "echoes", "text_sha", *OUTCOMES), str),
     "arms": int, "price": float}
-
 
 
 def compact(row: Mapping[str, Any]) -> Dict[str, Any]:
@@ -1336,13 +1331,19 @@ def attempt_row(ask: Ask, reply: Reply, verdict: Verdict, task: Task,
         sources = []
     if isinstance(reply.text, str):
         text = reply.text
-    members = {
-        **context, **reply._asdict(), **ask._asdict(), **task._asdict(), **verdict._asdict(),
-        "event": "attempt", "verdict": verdict.code, "batch": ask.ids, "quarantined": quarantined,
-        "reordered": verdict.reordered or None, "task": task.fingerprint, "sources": sources,
+    return compact({
+        "event": "attempt", "at": context["at"], "verdict": verdict.code, "attempt": ask.attempt,
+        "fallback": ask.fallback, "size": ask.size, "model_string": reply.model_string,
+        "batch": ask.ids, "answers": verdict.answers, "quarantined": quarantined,
+        "missing": verdict.missing, "extra": verdict.extra, "detail": verdict.detail,
+        "normalised": verdict.normalised, "reordered": verdict.reordered or None, "form": task.form,
+        "stage": task.stage, "task": task.fingerprint, "arm": context.get("arm"),
+        "run": context["run"], "batch_id": ask.batch_id, "ms": context["ms"],
+        "tokens_in": reply.tokens_in, "tokens_out": reply.tokens_out, "finish": reply.finish,
+        "request_id": reply.request_id, "params": context.get("params"), "sources": sources,
         "echoes": [echo_of(item.text, task.echo) for item in ask.items if task.echo],
-        "text_sha": digests, "reply": text}
-    return compact({name: members.get(name) for name in ATTEMPT_COLUMNS})
+        "text_sha": digests, "prompt_sha": context["prompt_sha"], "job": context.get("job"),
+        "custom_id": context.get("custom_id"), "reply": text})
 
 
 def set_aside(row: Mapping[str, Any]) -> Dict[str, Any]:

@@ -13,8 +13,8 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 # ruler -> (held: what the last landing had, the aim)
 RULERS = {
-    "tokens": (69_700, 48_000),
-    "tokens a code line": (10.1, 10.5),
+    "tokens": (69_800, 48_000),
+    "tokens a code line": (10.2, 10.5),
     "characters a code line": (42.3, 44),
     "longest line": (100, 100),
     "function, median": (9, 8),
