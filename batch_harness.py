@@ -406,9 +406,11 @@ def load_task(path_or_dict: Union[str, Mapping[str, Any]], form: str = "list") -
     _check_fields(members["fields"])
     task = Task(form=form, fingerprint="", **members)
     task = task._replace(fingerprint=fingerprint_of(task))
-    if task.echo and (form == "lines" or "echo" in task.fields):
-        raise HarnessError("task: an echo is a member of its own, beside the fields of an element; "
-                           "leave it out, take --reply list or rename the field echo")
+    if task.echo and form == "lines":
+        raise HarnessError("task: lines have no place for an echo; take --reply list, or leave "
+                           "--echo out")
+    if task.echo and "echo" in task.fields:
+        raise HarnessError("task: a field is named echo, as what --echo asks for; rename it")
     if form == "lines":
         _check_lines(task)
     if task.examples:
@@ -6430,10 +6432,10 @@ def decision_of(found: Comparison, data: Data, options: Settings) -> Tuple[str, 
 # ---- right answers, where the input has them ----
 
 def good_input(options: Settings) -> Iterator[Row]:
-    """The good rows of the input, if there is one."""
+    """The good rows of the input, if there is one; HarnessError where none is good."""
     if options.input:
-        with contextlib.closing(Source(options)) as source:
-            yield from (row for row in source.rows() if row.error is None)
+        with contextlib.closing(Source(options._replace(skip_bad=True))) as source:
+            yield from source.good_rows()
 
 
 def gold_labels(options: Settings) -> Gold:
@@ -6443,10 +6445,11 @@ def gold_labels(options: Settings) -> Gold:
         return gold
     if not options.input:
         raise HarnessError("--gold-field is a field of the input; name that with --input")
-    for row in good_input(options._replace(id_field=options.gold_field)):
-        label = _source_value(row.key or "null")
-        if label not in (None, ""):
-            gold[key_of(text_digest(row.text))] = word_of(label)
+    with contextlib.closing(Source(options._replace(id_field=options.gold_field))) as source:
+        for row in source.rows():
+            label = _source_value(row.key or "null")
+            if row.error is None and label not in (None, ""):
+                gold[key_of(text_digest(row.text))] = word_of(label)
     if not gold:
         raise HarnessError("no good row of %s has a field %s; check --gold-field and --text-field"
                            % (options.input, options.gold_field))
@@ -7390,6 +7393,7 @@ class Auditor:
         self.notes: List[str] = []
         self.tasks: Dict[str, Task] = {}        # by fingerprint, the one that ran last at the end
         self._log = log
+        self._keyed = any(item.source for item in texts.values())
         # run -> its row, its task or None where that cannot be read, how its prompts begin
         self._runs: Dict[str, Tuple[Entry, Optional[Task], str]] = {}
         self._same_input: Set[str] = set()      # runs that froze the very texts of the input
@@ -7719,7 +7723,9 @@ class Auditor:
             derived["prompt_sha"] = prompt_digest(build_prompt(items, task, head))
         if task.echo:
             derived["echoes"] = [echo_of(item.text, task.echo) for item in items]
-        if row["run"] in self._same_input:
+        if not self._keyed and "sources" in row:
+            self.counted["own keys of calls (name their field with --id-field)"] += 1
+        elif row["run"] in self._same_input:
             sources = [item.source and _source_value(item.source) for item in items]
             derived["sources"] = sources if any(key is not None for key in sources) else []
         yield from against("input_differs", row, derived)
@@ -7799,12 +7805,8 @@ def total_words(total: Mapping[str, Any]) -> Iterator[str]:
 
 def command_audit(options: Settings, say: Speaker, out: Speaker) -> int:
     """Check every line of ledgers against the invariants; print the numbers that must add up."""
-    texts: Dict[str, Item] = {}
-    if options.input:
-        with contextlib.closing(Source(options)) as source:
-            items = [Item(row.text, row.key, options.id_length)
-                     for row in source.rows() if row.error is None]
-        texts = {item.id: item for item in reversed(items)}         # of equal texts the first
+    items = [Item(row.text, row.key, options.id_length) for row in good_input(options)]
+    texts = {item.id: item for item in reversed(items)}             # of equal texts the first
     counted: Counter[str] = collections.Counter()
     found: Dict[str, Any] = {"faults": [], "totals": [], "notes": []}
     tasks: Dict[str, Task] = {}

@@ -6828,6 +6828,16 @@ class AuditAndApply(EndpointCase):
         self.assertEqual(code, 0, out)
         return out
 
+    def test_an_audit_says_what_of_the_input_it_cannot_find(self):
+        self.write("r.csv", "nr,body\n7,So.\n8,It works.\n")
+        read = ["--input", "r.csv", "--text-field", "body"]
+        self.main("run", *read, "--id-field", "nr", "--model", "demo", "--ledger", "l.jsonl")
+        self.assertNotIn("own keys", self.holds("l.jsonl", *read, "--id-field", "nr"))
+        self.assertIn("name their field with --id-field", self.holds("l.jsonl", *read))
+        code, out, err = self.main("audit", "--ledger", "l.jsonl", "--input", "r.csv")
+        self.assertEqual((code, out), (2, ""))
+        self.assertIn("body", err)
+
     def named(self, said, *words):
         code, out = self.audit(*words)
         self.assertEqual((code, said in out), (1, True), (said, out))
